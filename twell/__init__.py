@@ -1,0 +1,1 @@
+"""twell: pretrain dense and sparse Transformers, and compute only the non-zeros of the FFN."""
