@@ -1,0 +1,321 @@
+"""The Transformer: pre-norm RMSNorm, rotary positions, grouped-query attention, a dense or sparse FFN.
+
+Parameters are fp32 masters; each is cast to the dtype of the activations where it is used, so there is no autocast.
+Nothing here knows of ranks or devices. The model reports sums over tokens, never means: the caller, who knows the whole
+batch, divides. It counts the tokens whose target is not IGNORE.
+"""
+
+import hashlib
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from twell.config import FFNConfig, ModelConfig
+from twell.ffn import FFNResult, build_ffn
+from twell.sparsity import SparsityStats
+
+IGNORE = -100  # the target of a token that the loss does not count
+EMBEDDING_STD = 0.02
+
+
+class ModelOutput(NamedTuple):
+    """What `Transformer.forward` returns.
+
+    loss_sum  []  fp32, cross-entropy in nats summed over counted tokens; 0 without targets.
+    l1_sum    []  fp32, sum over layers, counted tokens and neurons of |a|; 0 for dense kinds.
+    stats     SparsityStats of the ReLU kinds when targets are given, else None.
+    logits    [b, t, vocab_size] in the compute dtype, -inf on padded ids; only without targets. With a KV cache: of the
+              last position, [b, 1, vocab_size].
+    """
+
+    loss_sum: Tensor
+    l1_sum: Tensor
+    stats: SparsityStats | None = None
+    logits: Tensor | None = None
+
+
+class Linear(nn.Module):
+    """A bias-free linear map whose fp32 weight [out, in] is cast to the dtype of its input."""
+
+    def __init__(self, n_in: int, n_out: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_out, n_in))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class Embedding(nn.Module):
+    """A table of fp32 rows, looked up by id."""
+
+    def __init__(self, n_rows: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_rows, width))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+class KVCache:
+    """Keys and values of the tokens seen so far, for sampling: tensors of one shape, filled from the left.
+
+    Each forward pass with the cache appends its tokens; the caller keeps their total within `length`.
+    """
+
+    def __init__(self, model: "Transformer", batch: int, length: int):
+        attention = model.blocks[0].attn
+        shape = (len(model.blocks), batch, attention.n_kv_heads, length, attention.head_dim)
+        device = model.embed.weight.device
+        self.k = torch.zeros(shape, dtype=model.compute_dtype, device=device)
+        self.v = torch.zeros_like(self.k)
+        self.n_seen = torch.zeros((), dtype=torch.int64, device=device)
+
+    def append(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k, v [b, n_kv_heads, t, head_dim] at `positions` [t]; returns that layer's whole cache."""
+        self.k[layer].index_copy_(2, positions, k)
+        self.v[layer].index_copy_(2, positions, v)
+        return self.k[layer], self.v[layer]
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention: n_heads / n_kv_heads query heads share each key/value head."""
+
+    def __init__(self, cfg: ModelConfig, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.n_heads, self.n_kv_heads = cfg.n_heads, cfg.n_kv_heads
+        self.head_dim = cfg.d_model // cfg.n_heads
+        self.q = Linear(cfg.d_model, cfg.d_model)
+        self.k = Linear(cfg.d_model, cfg.n_kv_heads * self.head_dim)
+        self.v = Linear(cfg.d_model, cfg.n_kv_heads * self.head_dim)
+        self.o = Linear(cfg.d_model, cfg.d_model)
+        self.qkv_bias = nn.Parameter(torch.empty(self.qkv_width)) if cfg.qkv_bias else None
+        self.q_norm = RMSNorm(self.head_dim, cfg.norm_eps) if cfg.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, cfg.norm_eps) if cfg.qk_norm else None
+
+    @property
+    def qkv_width(self) -> int:
+        return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+
+    def forward(self, x: Tensor, rope: "Rope", mask: Tensor | None, cache: KVCache | None) -> Tensor:
+        """x [b, t, d] -> [b, t, d]; mask bool [b or 1, 1, t, keys], true = may attend, None = plain causal."""
+        b, t, d = x.shape
+        # One product for the three: the weights stay separate parameters, and joining them costs little beside it.
+        weight = torch.cat([self.q.weight, self.k.weight, self.v.weight]).to(x.dtype)
+        bias = None if self.qkv_bias is None else self.qkv_bias.to(x.dtype)
+        heads = F.linear(x, weight, bias).view(b, t, -1, self.head_dim).transpose(1, 2)  # [b, heads, t, head_dim]
+        q, k, v = heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=1)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rope.rotate(q), rope.rotate(k)
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v, rope.positions)
+        groups = self.n_heads // self.n_kv_heads
+        if mask is not None and groups > 1:  # no fused GPU kernel takes a mask and shared heads at once
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+            groups = 1
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=groups > 1)
+        return self.o(y.transpose(1, 2).reshape(b, t, d))
+
+
+class Rope:
+    """Rotary position embedding (arXiv 2104.09864), pairing dimension i with i + head_dim / 2, as Llama does.
+
+    Angles are made in each forward pass, in fp32: a buffer would be one more thing to initialise, cast and save.
+    """
+
+    def __init__(self, positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype):
+        self.positions = positions  # [t]
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
+        angles = positions.float()[:, None] * theta**-exponents  # [t, head_dim / 2]
+        self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """x [b, heads, t, head_dim], each pair of dimensions turned by its position's angle."""
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([first * self.cos - second * self.sin, second * self.cos + first * self.sin], dim=-1)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + ffn(norm(x))."""
+
+    def __init__(self, cfg: ModelConfig, ffn: FFNConfig, layer: int):
+        super().__init__()
+        self.attn_norm = RMSNorm(cfg.d_model, cfg.norm_eps)
+        self.attn = Attention(cfg, layer)
+        self.ffn_norm = RMSNorm(cfg.d_model, cfg.norm_eps)
+        self.ffn = build_ffn(ffn, cfg.d_model)
+
+    def forward(
+        self, x: Tensor, rope: Rope, mask: Tensor | None, counted: Tensor | None, cache: KVCache | None
+    ) -> tuple[Tensor, FFNResult]:
+        x = x + self.attn(self.attn_norm(x), rope, mask, cache)
+        result = self.ffn(self.ffn_norm(x), counted)
+        return x + result.y, result
+
+
+class Transformer(nn.Module):
+    """A decoder language model.
+
+    Args:
+        model, ffn: the shape, as in twell/config.py.
+        vocab_size: rows of the embedding, padded for speed.
+        n_vocab: ids that exist; ids from n_vocab to vocab_size are never scored and have no probability.
+        compute_dtype: dtype of activations and matrix products.
+
+    The parameters are uninitialised memory until `init_weights` or the loading of a checkpoint.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        ffn: FFNConfig,
+        vocab_size: int,
+        n_vocab: int,
+        compute_dtype: torch.dtype = torch.float32,
+    ):
+        super().__init__()
+        self.seq_len, self.n_vocab, self.compute_dtype = model.seq_len, n_vocab, compute_dtype
+        self.rope_theta = model.rope_theta
+        self.embed = Embedding(vocab_size, model.d_model)
+        self.blocks = nn.ModuleList(Block(model, ffn, layer) for layer in range(model.n_layers))
+        self.norm = RMSNorm(model.d_model, model.norm_eps)
+        self.head = None if model.tied else Linear(model.d_model, vocab_size)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        doc_ids: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> ModelOutput:
+        """Score `targets`, or without them give logits.
+
+        Args:
+            tokens: int [b, t], t <= seq_len.
+            targets: int64 [b, t], the token after each; IGNORE where the loss does not count.
+            doc_ids: int [b, t]; attention stays among tokens with the same number. None: plain causal.
+            cache: for sampling: `tokens` continue those already in the cache.
+        """
+        t = tokens.shape[1]
+        positions = torch.arange(t, device=tokens.device)
+        if cache is not None:
+            positions = positions + cache.n_seen
+        rope = Rope(positions, self.blocks[0].attn.head_dim, self.rope_theta, self.compute_dtype)
+        mask = _attention_mask(positions, doc_ids, cache)
+        counted = None if targets is None else targets != IGNORE  # [b, t]
+
+        x = self.embed(tokens).to(self.compute_dtype)  # [b, t, d]
+        results = []
+        for block in self.blocks:
+            x, result = block(x, rope, mask, counted, cache)
+            results.append(result)
+        if cache is not None:
+            cache.n_seen += t
+            x = x[:, -1:]
+        logits = self._logits(self.norm(x))
+
+        zero = torch.zeros((), device=tokens.device)
+        l1_sum = sum((r.l1 for r in results if r.l1 is not None), start=zero)
+        if targets is None:
+            return ModelOutput(zero, l1_sum, logits=logits)
+        loss_sum = F.cross_entropy(
+            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum"
+        )
+        return ModelOutput(loss_sum, l1_sum, _collect_stats(results, counted))
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """x [..., d] -> [..., vocab_size], padded ids at -inf: they take no part in the softmax."""
+        weight = self.embed.weight if self.head is None else self.head.weight
+        logits = F.linear(x, weight.to(x.dtype))
+        vocab_size = weight.shape[0]
+        if vocab_size == self.n_vocab:
+            return logits
+        # Not a slice: rows of vocab_size elements stay aligned, and compiled, this costs nothing.
+        return logits.masked_fill(torch.arange(vocab_size, device=x.device) >= self.n_vocab, -math.inf)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Fill all parameters from `seed`: the same values on any device, for any number of ranks."""
+        for name, parameter in self.named_parameters():
+            parameter.copy_(self.initial_value(name, seed))
+
+    def initial_value(self, name: str, seed: int) -> Tensor:
+        """The fp32 CPU tensor that the parameter called `name` starts from.
+
+        Each parameter draws from its own generator, seeded by (seed, name), so kinds of FFN that share a parameter start
+        from the same values. Matrices are normal with deviation 1/sqrt(fan_in), which keeps the scale of activations at
+        any width (at d_model 2048 it is GPT-2's 0.02); those that write to the residual stream are divided by
+        sqrt(2 n_layers), so that its variance does not grow with depth; embeddings (and the untied head) have 0.02, so
+        that the first logits are small; norms start at 1 and biases at 0.
+        """
+        shape = self.get_parameter(name).shape
+        if name.endswith("norm.weight"):
+            return torch.ones(shape)
+        if name.endswith("bias"):
+            return torch.zeros(shape)
+        if name in ("embed.weight", "head.weight"):
+            std = EMBEDDING_STD
+        else:
+            std = (shape[0] if name.endswith("w_down") else shape[1]) ** -0.5
+        if name.endswith(("attn.o.weight", "w_down")):
+            std /= math.sqrt(2 * len(self.blocks))
+        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+        return torch.randn(shape, generator=generator) * std
+
+    @property
+    def n_params(self) -> int:
+        """All parameters; a tied embedding counts once."""
+        return sum(p.numel() for p in self.parameters())
+
+    @property
+    def n_params_without_embedding(self) -> int:
+        """All parameters but the input embedding (which, when tied, is the head too)."""
+        return self.n_params - self.embed.weight.numel()
+
+    def flops_per_token(self) -> int:
+        """Floating-point operations of forward and backward per token, at full sequences, for MFU.
+
+        6 * (matrix parameters: blocks and head; the embedding lookup is no product) + 6 * layers * d_model * seq_len for
+        attention, which is the 12 * layers * d_model * seq_len of PaLM (arXiv 2204.02311, appendix B) halved, because
+        causal attention needs half of the scores. The FFN counts in full for the sparse kinds too: their MFU is the rate
+        that a dense model would need to be as fast.
+        """
+        matrices = sum(p.numel() for p in self.blocks.parameters() if p.ndim == 2)
+        head = self.embed.weight.numel()
+        attention = 6 * len(self.blocks) * self.embed.weight.shape[1] * self.seq_len
+        return 6 * (matrices + head) + attention
+
+
+def _attention_mask(positions: Tensor, doc_ids: Tensor | None, cache: KVCache | None) -> Tensor | None:
+    """bool [b or 1, 1, t, keys], true = may attend; None = plain causal, for which SDPA needs no mask."""
+    if cache is not None:
+        return (torch.arange(cache.k.shape[3], device=positions.device) <= positions[:, None])[None, None]
+    if doc_ids is None:
+        return None
+    causal = positions <= positions[:, None]  # [t, t]
+    return (causal & (doc_ids[:, None, :] == doc_ids[:, :, None]))[:, None]
+
+
+def _collect_stats(results: list[FFNResult], counted: Tensor) -> SparsityStats | None:
+    """Per-layer statistics over counted tokens; None for kinds without firing."""
+    if results[0].nnz is None:
+        return None
+    nnz = torch.stack([r.nnz for r in results]).where(counted.flatten(), 0)  # [layers, n]
+    return SparsityStats(nnz.sum(1), nnz.amax(1), torch.stack([r.fired for r in results]))
