@@ -1,0 +1,166 @@
+"""Parameter groups, optimizers, the learning-rate schedule, and gradient clipping.
+
+`build_optimizer` gives a list of torch optimizers (one for adamw, two for muon), to be stepped in turn; their state is
+saved under the names of the parameters, so it survives any change in how the optimizers group them.
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Muon, Optimizer
+
+from twell.config import OptimConfig, ScheduleConfig
+
+
+def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
+    """AdamW's groups: matrices, embeddings included, decay; norms and biases do not.
+
+    Decay makes a matrix forget directions that the gradient no longer confirms. A norm's weight or a bias has a single
+    number per channel: pulled to 0, it loses its function. GPT-3, LLaMA and their followers divide them the same way.
+    """
+    matrices, others = [], []
+    for parameter in parameters:
+        (matrices if parameter.ndim >= 2 else others).append(parameter)
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(model: nn.Module, cfg: OptimConfig, device: torch.device) -> list[Optimizer]:
+    """The optimizers of `cfg.kind`; each group's "peak_lr" is what `set_lr` multiplies.
+
+    adamw: one AdamW over everything. muon: torch.optim.Muon on the hidden matrices (2-D parameters of the blocks) and
+    AdamW on the rest. Fused kernels on CUDA and CPU.
+    """
+    hidden, others = [], []
+    for name, parameter in model.named_parameters():
+        is_hidden = cfg.kind == "muon" and name.startswith("blocks.") and parameter.ndim == 2
+        (hidden if is_hidden else others).append((name, parameter))
+    adamw = AdamW(
+        parameter_groups((p for _, p in others), cfg.weight_decay),
+        lr=cfg.lr,
+        betas=tuple(cfg.betas),
+        eps=cfg.eps,
+        fused=device.type in ("cuda", "cpu"),
+    )
+    optimizers: list[Optimizer] = [adamw]
+    if hidden:
+        optimizers.append(Muon(_muon_groups(hidden, cfg), lr=cfg.muon_lr, momentum=cfg.muon_momentum))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["lr"]
+    return optimizers
+
+
+def _muon_groups(hidden: list[tuple[str, nn.Parameter]], cfg: OptimConfig) -> list[dict]:
+    """Muon's groups: w_down apart, because it is stored transposed.
+
+    torch scales the update of an [A, B] matrix by sqrt(max(1, A / B)), A being the outputs. w_down is [h, d] with d
+    outputs: its learning rate takes that factor back and its decay makes up for it (torch decays by lr * weight_decay).
+    """
+    upright = [p for name, p in hidden if not name.endswith("w_down")]
+    groups = [{"params": upright, "lr": cfg.muon_lr, "weight_decay": cfg.weight_decay}]
+    transposed = [p for name, p in hidden if name.endswith("w_down")]
+    if transposed:
+        n_in, n_out = transposed[0].shape
+        excess = math.sqrt(max(1, n_in / n_out) / max(1, n_out / n_in))
+        groups.append({"params": transposed, "lr": cfg.muon_lr / excess, "weight_decay": cfg.weight_decay * excess})
+    return groups
+
+
+def set_lr(optimizers: list[Optimizer], factor: float) -> None:
+    """Set every group's learning rate to `factor` times its peak."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = factor * group["peak_lr"]
+
+
+class Schedule:
+    """The learning rate as a share of its peak: warm-up from 0, then cosine, wsd, linear or constant.
+
+    cosine    half a cosine from 1 to the floor (min_lr_ratio) between warm-up and horizon (arXiv 1608.03983)
+    linear    a straight line between the same points
+    wsd       1, then a straight line to the floor over the last `decay` before the horizon (arXiv 2404.06395)
+    constant  1
+
+    Beyond the horizon the rate stays where it arrived.
+    """
+
+    def __init__(self, cfg: ScheduleConfig, horizon: int):
+        """`horizon` is in `cfg.unit`; the caller resolves a null `cfg.horizon`."""
+        self.cfg, self.horizon = cfg, horizon
+
+    def factor(self, step: int, tokens: int) -> float:
+        """Share of the peak, in [0, 1], for the step that *ends* at `step` steps and `tokens` tokens of training.
+
+        So the first step (step=1) already learns, the step at the end of the warm-up runs at the peak and the last one
+        of the horizon at the floor.
+        """
+        cfg = self.cfg
+        now = step if cfg.unit == "steps" else tokens
+        if now < cfg.warmup:
+            return now / cfg.warmup
+        if cfg.kind == "constant":
+            return 1.0
+        start = max(cfg.warmup, self.horizon - cfg.decay) if cfg.kind == "wsd" else cfg.warmup
+        progress = min(1.0, max(0, now - start) / max(1, self.horizon - start))
+        share = 0.5 * (1 + math.cos(math.pi * progress)) if cfg.kind == "cosine" else 1 - progress
+        return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * share
+
+
+@torch.no_grad()
+def clip_and_scale(parameters: Iterable[nn.Parameter], scale: Tensor, max_norm: float) -> Tensor:
+    """Multiply all gradients in place by `scale`, and so that their global norm is at most `max_norm` (0: no limit).
+
+    Both factors go into one pass over the gradients. `scale` is a scalar on the device; nothing waits for the device.
+    Returns the norm [] of the scaled gradients before clipping; non-finite gradients give a non-finite norm.
+    """
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(grads) * scale
+    if max_norm > 0:
+        scale = scale * (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(grads, scale)
+    return norm
+
+
+def optimizer_state(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Tensor]:
+    """All state tensors, as optim.<parameter name>.<exp_avg | exp_avg_sq | step | momentum_buffer>.
+
+    State that a first step would create is created here, as zeros. The tensors are the optimizers' own, so filling them
+    in place (as torch.distributed.checkpoint does) restores the optimizers.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    tensors = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state[parameter]
+                if not state:
+                    state.update(_initial_state(optimizer, parameter))
+                for key, tensor in state.items():
+                    tensors[f"optim.{names[parameter]}.{key}"] = tensor
+    return tensors
+
+
+def _initial_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """What the optimizer's first step would start from."""
+    if isinstance(optimizer, Muon):
+        return {"momentum_buffer": torch.zeros_like(parameter)}
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
+    }
+
+
+@torch.no_grad()
+def load_optimizer_state(model: nn.Module, optimizers: list[Optimizer], tensors: dict[str, Tensor]) -> None:
+    """Copy what `optimizer_state` gave (other names are ignored) into `optimizers`, in place.
+
+    Raises KeyError when a tensor is missing: the state is that of another model or another optim.kind.
+    """
+    for name, own in optimizer_state(model, optimizers).items():
+        if name not in tensors:
+            raise KeyError(f"{name} is not in the saved state: it belongs to another model or another optim.kind")
+        own.copy_(tensors[name])
