@@ -258,11 +258,11 @@ class Transformer(nn.Module):
     def initial_value(self, name: str, seed: int) -> Tensor:
         """The fp32 CPU tensor that the parameter called `name` starts from.
 
-        Each parameter draws from its own generator, seeded by (seed, name), so kinds of FFN that share a parameter start
-        from the same values. Matrices are normal with deviation 1/sqrt(fan_in), which keeps the scale of activations at
-        any width (at d_model 2048 it is GPT-2's 0.02); those that write to the residual stream are divided by
-        sqrt(2 n_layers), so that its variance does not grow with depth; embeddings (and the untied head) have 0.02, so
-        that the first logits are small; norms start at 1 and biases at 0.
+        Each parameter draws from its own generator, seeded by (seed, name), so that kinds of FFN with a parameter in
+        common start from the same values. Matrices are normal with deviation 1/sqrt(fan_in), which keeps the scale of
+        activations at any width (at d_model 2048 it is GPT-2's 0.02); those that write to the residual stream are
+        divided by sqrt(2 n_layers), so that its variance does not grow with depth; embeddings (and the untied head)
+        have 0.02, so that the first logits are small; norms start at 1 and biases at 0.
         """
         shape = self.get_parameter(name).shape
         if name.endswith("norm.weight"):
@@ -292,10 +292,10 @@ class Transformer(nn.Module):
     def flops_per_token(self) -> int:
         """Floating-point operations of forward and backward per token, at full sequences, for MFU.
 
-        6 * (matrix parameters: blocks and head; the embedding lookup is no product) + 6 * layers * d_model * seq_len for
-        attention, which is the 12 * layers * d_model * seq_len of PaLM (arXiv 2204.02311, appendix B) halved, because
-        causal attention needs half of the scores. The FFN counts in full for the sparse kinds too: their MFU is the rate
-        that a dense model would need to be as fast.
+        6 * (matrix parameters: blocks and head; the embedding lookup is no product), plus for attention
+        6 * layers * d_model * seq_len: the 12 * layers * d_model * seq_len of PaLM (arXiv 2204.02311, appendix B),
+        halved because causal attention needs half of the scores. The FFN counts in full for the sparse kinds too: their
+        MFU is what a dense model would need to be as fast.
         """
         matrices = sum(p.numel() for p in self.blocks.parameters() if p.ndim == 2)
         head = self.embed.weight.numel()

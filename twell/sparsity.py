@@ -49,7 +49,7 @@ class SparsityMeter:
     """Gathers L0 over the micro-batches between two log lines, and how long each neuron has been silent.
 
     A neuron is dead when it has not fired for `DEAD_AFTER` tokens, or since the meter's start if it has seen fewer.
-    On several ranks every rank gathers its own share; `merge` joins the shares, and only then are the numbers the run's.
+    On several ranks each gathers its own share; `merge` joins the shares, and only then are the numbers the run's.
     """
 
     def __init__(self, n_layers: int, d_ff: int, device: torch.device | str, n_ranks: int = 1):
