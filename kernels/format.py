@@ -27,6 +27,9 @@ import torch
 from torch import Tensor
 
 
+OFFSETS = (torch.int32, torch.int64)
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
@@ -62,6 +65,11 @@ class Entries:
     def row_counts(self) -> Tensor:
         """Entries per token, int32 [n]."""
         return torch.bincount(self.token, minlength=self.n).int()
+
+
+def _sorted(token: Tensor, neuron: Tensor, value: Tensor, n: int, h: int) -> Entries:
+    by = (token * h + neuron).argsort()
+    return Entries(token[by], neuron[by], value[by], n, h)
 
 
 def _place_in_group(group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
@@ -195,7 +203,7 @@ class TwELL:
         tile = (place < self.slots[:, :, :1]).nonzero(as_tuple=True)[1]
         _require((e.neuron < self.h).all(), f"a slot names a neuron beyond h={self.h}")
         _require((e.neuron // self.tile == tile).all(), "a slot names a neuron of another tile")
-        _require_rising(e)
+        _require(((e.token * self.h + e.neuron).diff() > 0).all(), "a token's neurons must rise")
 
 
 @dataclass(frozen=True)
@@ -205,19 +213,19 @@ class PackedRows:
         start  0  4     count  3  2     neurons  1  4  5  ?  0  4  ?  ?
                                         values   a  b  c  ?  d  e  ?  ?
 
-    Row t is the slice start[t] : start[t] + count[t], by rising neuron. Rows may lie in any order and leave gaps, but
-    do not overlap; so rows of one fixed width are packed rows too. A row that ends beyond the buffer was not (wholly)
-    stored: that is how running over is seen.
+    Row t is the slice start[t] : start[t] + count[t]; a neuron appears in it at most once, in any place (`pack` writes
+    rising neurons). Rows may lie in any order and leave gaps, but do not overlap; so rows of one fixed width are packed
+    rows too. A row that ends beyond the buffer was not (wholly) stored: that is how running over is seen.
     """
 
-    start: Tensor  # int64 [n]
+    start: Tensor  # int64, or int32 where the capacity allows it, [n]
     count: Tensor  # int32 [n]
     neurons: Tensor  # int32 [capacity]
     values: Tensor  # [capacity]
     h: int
 
     def __post_init__(self) -> None:
-        _require(self.start.dtype == torch.int64, f"start must be int64, not {self.start.dtype}")
+        _require(self.start.dtype in OFFSETS, f"start must be int32 or int64, not {self.start.dtype}")
         for name, tensor in (("count", self.count), ("neurons", self.neurons)):
             _require(tensor.dtype == torch.int32, f"{name} must be int32, not {tensor.dtype}")
         _require(self.start.shape == self.count.shape, "start and count must have one element per token")
@@ -248,7 +256,7 @@ class PackedRows:
         token = torch.repeat_interleave(self.count.long())
         place, _ = _place_in_group(token, len(self.start))
         at = self.start[token] + place
-        return Entries(token, self.neurons[at].long(), self.values[at], len(self.start), self.h)
+        return _sorted(token, self.neurons[at].long(), self.values[at], len(self.start), self.h)
 
     def check(self) -> None:
         """Raise ValueError if the contents break the definition (waits for the device)."""
@@ -260,7 +268,7 @@ class PackedRows:
         _require((end[:-1] <= start[1:]).all(), "two rows overlap")
         e = self.entries()
         _require(((e.neuron >= 0) & (e.neuron < self.h)).all(), f"a row names a neuron outside 0 .. {self.h - 1}")
-        _require_rising(e)
+        _require(((e.token * self.h + e.neuron).diff() > 0).all(), "a row names a neuron twice")
 
 
 @dataclass(frozen=True)
@@ -283,13 +291,13 @@ class NeuronTiles:
     TILE: ClassVar[int] = 64
 
     order: Tensor  # int32 [h], a permutation: position -> neuron
-    offsets: Tensor  # int64 [tiles + 1]
+    offsets: Tensor  # int64, or int32 where the capacity allows it, [tiles + 1]
     tokens: Tensor  # int32 [capacity]
     values: Tensor  # [capacity, 64]
     n: int
 
     def __post_init__(self) -> None:
-        _require(self.offsets.dtype == torch.int64, f"offsets must be int64, not {self.offsets.dtype}")
+        _require(self.offsets.dtype in OFFSETS, f"offsets must be int32 or int64, not {self.offsets.dtype}")
         for name, tensor in (("order", self.order), ("tokens", self.tokens)):
             _require(tensor.dtype == torch.int32, f"{name} must be int32, not {tensor.dtype}")
         tiles = -(-len(self.order) // self.TILE)
@@ -332,9 +340,7 @@ class NeuronTiles:
         k, lane = (self.values[:total] != 0).nonzero(as_tuple=True)
         tile = torch.searchsorted(self.offsets, k, right=True) - 1
         neuron = self.order[tile * self.TILE + lane].long()
-        token = self.tokens[k].long()
-        by = (token * h + neuron).argsort()
-        return Entries(token[by], neuron[by], self.values[k, lane][by], self.n, h)
+        return _sorted(self.tokens[k].long(), neuron, self.values[k, lane], self.n, h)
 
     def check(self) -> None:
         """Raise ValueError if the contents break the definition (waits for the device)."""
@@ -349,11 +355,6 @@ class NeuronTiles:
         token = self.tokens[:total].long()
         _require(((token >= 0) & (token < self.n)).all(), f"a list names a token outside 0 .. {self.n - 1}")
         _require(((tile * self.n + token).diff() > 0).all(), "a tile's tokens must rise")
-
-
-def _require_rising(entries: Entries) -> None:
-    rising = (entries.token * entries.h + entries.neuron).diff() > 0
-    _require(rising.all(), "a token's neurons must rise")
 
 
 Packed = TileBitmap | TwELL | PackedRows | NeuronTiles

@@ -166,8 +166,11 @@ def test_rows_in_any_order_with_gaps():
     assert rows.entries().dense().tolist() == [[4, 0, 0, 0, 5, 0], [0, 1, 0, 0, 2, 3]]
     with pytest.raises(ValueError, match="overlap"):
         PackedRows(torch.tensor([2, 0]), rows.count, rows.neurons, rows.values, 6).check()
-    with pytest.raises(ValueError, match="rise"):
-        PackedRows(rows.start, rows.count, 5 - rows.neurons, rows.values, 6).check()
+    backwards = PackedRows(rows.start.int(), rows.count, 5 - rows.neurons, rows.values, 6)
+    backwards.check()
+    assert backwards.entries().dense().tolist() == [[0, 5, 0, 0, 0, 4], [3, 2, 0, 0, 1, 0]]
+    with pytest.raises(ValueError, match="twice"):
+        PackedRows(rows.start, rows.count, rows.neurons.clamp(max=1), rows.values, 6).check()
 
 
 def test_rows_report_running_over():
@@ -223,7 +226,7 @@ def test_wrong_shapes_and_dtypes_are_refused():
         TileBitmap(words, values, 70)
     with pytest.raises(ValueError, match="words must be int32"):
         TileBitmap(words.long(), values, 40)
-    with pytest.raises(ValueError, match="start must be int64"):
-        PackedRows(words[0], words[0], words[0], values[0, :2], 40)
+    with pytest.raises(ValueError, match="start must be int32 or int64"):
+        PackedRows(words[0].short(), words[0], words[0], values[0, :2], 40)
     with pytest.raises(ValueError, match="at least 2 slots"):
         TwELL(torch.zeros(2, 1, 1, dtype=torch.int32), 40, 64, torch.bfloat16)
