@@ -26,7 +26,6 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-
 OFFSETS = (torch.int32, torch.int64)
 
 
