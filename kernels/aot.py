@@ -1,4 +1,4 @@
-"""What a stage declares so that its kernels can be compiled for GPUs that are not there (tests/kernels/aot.py does it)."""
+"""What a stage declares so that tests can compile its kernels for GPUs that are not there."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -23,7 +23,7 @@ TENSOR_MEMORY_LIMIT = 512  # columns, on 100
 
 
 def compile_case(case, arch: int) -> dict:
-    """What `case` (a kernels.launch.AotCase) uses on `arch`; key "error" if it does not compile or does not fit."""
+    """What `case` (a kernels.aot.AotCase) uses on `arch`; key "error" if it does not compile or does not fit."""
     kernel = case.kernel
     result = {"name": case.name, "arch": arch}
     try:
