@@ -66,11 +66,11 @@ def generate(
     ids: Sequence[int],
     max_new_tokens: int,
     *,
-    n: int = 1,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    eot: int | None = None,
+    n: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    eot: int,
     generator: torch.Generator,
 ) -> list[list[int]]:
     """Continue `ids` (at least one) `n` times; returns the new ids, each list ending before its first `eot`.
@@ -91,27 +91,26 @@ def generate(
         room -= unseen.shape[1]
         unseen = next_token(logits, temperature, top_k, top_p, generator)[:, None]  # [n, 1]
         tokens = torch.cat([tokens, unseen], dim=1)
-        if eot is not None:
-            ended |= unseen.squeeze(1) == eot
-            if ended.all():
-                break
+        ended |= unseen.squeeze(1) == eot
+        if ended.all():
+            break
     samples = tokens[:, len(ids) :].tolist()
     return [sample[: sample.index(eot)] if eot in sample else sample for sample in samples]
 
 
-def sample_text(
+def sample_texts(
     model: Transformer,
     tokenizer: Tokenizer,
     prompt: str,
     max_new_tokens: int,
+    seed: int,
     *,
-    n: int = 1,
-    temperature: float = 0.8,
-    top_k: int | None = 50,
-    top_p: float | None = 0.95,
-    seed: int = 1337,
+    n: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
 ) -> list[str]:
-    """`n` texts that start with `prompt`; an empty prompt starts a new document. Global random state stays untouched."""
+    """`n` texts that start with `prompt`; an empty prompt starts a new document. Global random state is not touched."""
     generator = torch.Generator(model.embed.weight.device).manual_seed(seed)
     ids = tokenizer.encode(prompt)
     samples = generate(
@@ -126,6 +125,13 @@ def sample_text(
         generator=generator,
     )
     return [tokenizer.decode(ids + sample) for sample in samples]
+
+
+def sample_text(model: Transformer, tokenizer: Tokenizer, prompt: str, max_new_tokens: int, seed: int) -> str:
+    """One text with the command line's default temperature, top_k and top_p."""
+    d = GenerateConfig()
+    settings = {"temperature": d.temperature, "top_k": d.top_k, "top_p": d.top_p}
+    return sample_texts(model, tokenizer, prompt, max_new_tokens, seed, n=1, **settings)[0]
 
 
 def load_run(run: Path, which: str, device: torch.device) -> tuple[Transformer, Tokenizer, dict]:
@@ -191,16 +197,16 @@ def main(arguments: Sequence[str]) -> None:
     if length > model.seq_len:
         note += f"; the prompt has {length} tokens, of which the model sees the last {model.seq_len}"
     print(note, file=sys.stderr)
-    samples = sample_text(
+    samples = sample_texts(
         model,
         tokenizer,
         cfg.prompt,
         cfg.max_new_tokens,
+        cfg.seed,
         n=cfg.n,
         temperature=cfg.temperature,
         top_k=cfg.top_k,
         top_p=cfg.top_p,
-        seed=cfg.seed,
     )
     sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character gets a question mark
     print(f"\n{'-' * 80}\n".join(samples))
