@@ -51,7 +51,7 @@ class Prefetcher:
                 tensors, state = self._produce()
                 tensors, copied = self._to_device(tensors)
                 item = (tensors, state, copied, None)
-            except BaseException as error:  # noqa: BLE001 - handed to the consumer
+            except BaseException as error:
                 item = (None, None, None, error)
             self._put(item)
             if item[3] is not None:

@@ -125,11 +125,12 @@ def check_shards(paths: list[Path], tokenizer: str) -> None:
         for path in stale:
             verify_shard(path)
         if not small and stale:
-            write_stamps(folder, stamps | {path.name: _stamp(path) for path in stale})
+            stamp_shards(folder, stale)
 
 
-def write_stamps(folder: Path, stamps: dict[str, list[int]]) -> None:
-    """Records shards as checked; a folder that cannot be written only costs the check at the next start."""
+def stamp_shards(folder: Path, checked: list[Path]) -> None:
+    """Records shards of `folder` as checked; if it cannot be written, that costs the check at the next start."""
+    stamps = _read_stamps(folder) | {path.name: _stamp(path) for path in checked}
     temporary = folder / f".{_STAMPS}.{os.getpid()}"
     try:
         temporary.write_text(json.dumps(stamps, indent=1) + "\n")
