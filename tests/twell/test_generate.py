@@ -1,0 +1,168 @@
+"""Sampling: what may be drawn, how a sample ends, and the command line."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from data.tokenizer import ByteTokenizer
+from tests.twell.small import N_VOCAB, build, ffn_config, model_config
+from twell import checkpoint
+from twell.config import Config, ConfigError
+from twell.generate import generate, main, next_token, parse, sample_text
+from twell.model import Transformer
+
+EOT = 58
+
+
+def rng(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def greedy(model: Transformer, ids: list[int], max_new_tokens: int, eot: int = -1) -> list[int]:
+    settings = {"n": 1, "temperature": 0.0, "top_k": None, "top_p": None, "eot": eot, "generator": rng()}
+    return generate(model, ids, max_new_tokens, **settings)[0]
+
+
+def drawn(logits: Tensor, **changes) -> set[int]:
+    settings = {"temperature": 1.0, "top_k": None, "top_p": None, "generator": rng(), **changes}
+    return set(next_token(logits.expand(2000, -1), **settings).tolist())
+
+
+LOGITS = torch.tensor([[0.1, 0.4, 0.2, 0.3, 0.0]]).log()
+
+
+def test_next_token_draws_only_what_is_allowed():
+    assert drawn(LOGITS) == {0, 1, 2, 3}  # -inf is never drawn
+    assert drawn(LOGITS, temperature=0) == {1}
+    assert drawn(LOGITS, top_k=2) == {1, 3}
+    assert drawn(LOGITS, top_k=99) == {0, 1, 2, 3}
+    assert drawn(LOGITS, top_p=0.65) == {1, 3}
+    assert drawn(LOGITS, top_p=0.75) == {1, 3, 2}
+    assert drawn(LOGITS, top_p=1e-6) == {1}
+    assert drawn(LOGITS, top_k=3, top_p=0.5) == {1, 3}  # of 0.9 in all, 0.4 is less than half
+
+
+def test_next_token_follows_the_probabilities():
+    ids = next_token(LOGITS.expand(20000, -1), 1.0, None, None, rng())
+    assert (ids == 1).float().mean().item() == pytest.approx(0.4, abs=0.02)
+    cold = next_token(LOGITS.expand(20000, -1), 0.5, None, None, rng())
+    assert (cold == 1).float().mean().item() == pytest.approx(0.16 / 0.30, abs=0.02)
+
+
+def test_greedy_sampling_equals_full_forward_passes():
+    model = build()
+    ids = [3, 1, 4]
+    expected = list(ids)
+    for _ in range(12):
+        expected.append(model(torch.tensor([expected])).logits[0, -1].argmax().item())
+    assert greedy(model, ids, 12) == expected[3:]
+
+
+def test_a_long_prompt_keeps_its_end():
+    model = build()
+    ids = torch.randint(N_VOCAB, (40,), generator=rng()).tolist()
+    assert greedy(model, ids, 1) == greedy(model, ids[-17:], 1)
+    assert greedy(model, ids, 1) == [model(torch.tensor([ids[-17:]])).logits[0, -1].argmax().item()]
+
+
+def test_a_sample_may_be_longer_than_the_context():
+    """A full cache starts again from the last half of the context."""
+    model = build()
+    sample = greedy(model, [5], 50)
+    assert len(sample) == 50
+    text = [5, *sample]
+    assert text[17] == model(torch.tensor([text[:17]])).logits[0, -1].argmax().item()
+    assert text[18] == model(torch.tensor([text[18 - 8 : 18]])).logits[0, -1].argmax().item()
+
+
+def test_padded_ids_are_never_sampled():
+    model = build()
+    with torch.no_grad():
+        model.embed.weight[N_VOCAB:] *= 1000
+    settings = {"temperature": 5.0, "top_k": None, "top_p": None, "eot": -1, "generator": rng()}
+    samples = generate(model, [1], 100, n=8, **settings)
+    assert len(samples) == 8 and all(0 <= i < N_VOCAB for sample in samples for i in sample)
+    assert len({tuple(sample) for sample in samples}) == 8
+
+
+def test_a_sample_stops_at_end_of_text():
+    model = build()
+    settings = {"temperature": 3.0, "top_k": None, "top_p": None, "eot": EOT, "generator": rng()}
+    samples = generate(model, [1], 60, n=6, **settings)
+    lengths = [len(sample) for sample in samples]
+    assert min(lengths) < 60 and all(EOT not in sample for sample in samples)
+    first = greedy(model, [1], 3)[2]
+    assert greedy(model, [1], 60, eot=first) == greedy(model, [1], 60)[: greedy(model, [1], 60).index(first)]
+
+
+def byte_model() -> Transformer:
+    model = Transformer(model_config(), ffn_config("sparse"), vocab_size=384, n_vocab=257)
+    model.init_weights(3)
+    return model
+
+
+def test_text_is_reproducible_and_leaves_global_random_state_alone():
+    model, before = byte_model(), torch.get_rng_state()
+    text = sample_text(model, ByteTokenizer(), "naïve ", 30, seed=1)
+    assert text.startswith("naïve ") and text == sample_text(model, ByteTokenizer(), "naïve ", 30, seed=1)
+    assert text != sample_text(model, ByteTokenizer(), "naïve ", 30, seed=2)
+    assert len(sample_text(model, ByteTokenizer(), "", 30, seed=1)) > 0
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's folder with a checkpoint of an untrained model."""
+    folder = tmp_path / "my run"
+    cfg = OmegaConf.structured(Config(model=model_config(), ffn=ffn_config("sparse")))
+    folder.mkdir()
+    OmegaConf.save(cfg, folder / "config.yaml")
+    ByteTokenizer().save(folder / "tokenizer")
+    checkpoint.save(folder, 7, checkpoint.model_tensors(byte_model()), {"config": OmegaConf.to_container(cfg)})
+    return folder
+
+
+def test_command_samples_from_a_run(run: Path, capfd: pytest.CaptureFixture[str]):
+    prompt = "def f(x: int = 1): ${y}"
+    main([f"run={run}", f"prompt={prompt}", "n=2", "max_new_tokens=5", "seed=3", "top_k=null", "device=cpu"])
+    first, err = capfd.readouterr()
+    assert first.count(prompt) == 2 and "step 7" in err and "23 tokens, of which the model sees the last 17" in err
+    main([f"run={run}", f"prompt={prompt}", "n=2", "max_new_tokens=5", "seed=3", "top_k=null", "device=cpu"])
+    assert capfd.readouterr().out == first
+    expected = sample_text(byte_model(), ByteTokenizer(), "x", 9, seed=4)
+    main([f"run={run}", "prompt=x", "max_new_tokens=9", "seed=4", "device=cpu", "checkpoint=7"])
+    assert capfd.readouterr().out == expected + "\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "run=: name the run's folder"),
+        ("run=x topk=3", "topk=3: expected KEY=VALUE with KEY one of run, prompt"),
+        ("run=x fast", "fast: expected KEY=VALUE"),
+        ("run=x n=0", "n=0: must be at least 1"),
+        ("run=x temperature=-1", "temperature=-1.0: must be at least 0"),
+        ("run=x top_k=0", "top_k=0: must be at least 1"),
+        ("run=x top_p=1.5", "top_p=1.5: must be in"),
+        ("run=x max_new_tokens=0", "max_new_tokens=0: must be at least 1"),
+        ("run=x checkpoint=newest", "checkpoint=newest: latest, best or a step"),
+        ("run=x device=tpu", "device=tpu: must be auto, cpu or cuda"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: str, message: str):
+    with pytest.raises(ConfigError, match="^" + message.replace("(", r"\(")):
+        parse(arguments.split())
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"), [("run=no/such", "run=no/such: no run there"), ("n=two", "n: Value 'two'")]
+)
+def test_mistakes_are_one_line_with_exit_code_2(argument: str, message: str):
+    done = subprocess.run([sys.executable, "-m", "twell.generate", argument], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
