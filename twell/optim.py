@@ -152,15 +152,3 @@ def _initial_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, T
         "exp_avg": torch.zeros_like(parameter),
         "exp_avg_sq": torch.zeros_like(parameter),
     }
-
-
-@torch.no_grad()
-def load_optimizer_state(model: nn.Module, optimizers: list[Optimizer], tensors: dict[str, Tensor]) -> None:
-    """Copy what `optimizer_state` gave (other names are ignored) into `optimizers`, in place.
-
-    Raises KeyError when a tensor is missing: the state is that of another model or another optim.kind.
-    """
-    for name, own in optimizer_state(model, optimizers).items():
-        if name not in tensors:
-            raise KeyError(f"{name} is not in the saved state: it belongs to another model or another optim.kind")
-        own.copy_(tensors[name])
