@@ -1,0 +1,101 @@
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from twell import bench
+from twell.bench_cases import Bar, mask_cases, standard_cases, token_cases
+from twell.bench_kernels import stage_costs
+from twell.measure import Ceilings
+
+
+@pytest.fixture
+def masks(tmp_path):
+    """A file like those that record real firing: packed bits of two layers, and the token ids."""
+    fires = np.random.default_rng(0).random((2, 128, 64)) < 0.1
+    path = tmp_path / "recorded.npz"
+    np.savez(path, l10=np.packbits(fires[0], axis=1), l2=np.packbits(fires[1], axis=1), tok=np.arange(128))
+    return path
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_kernels_quick(compile, masks, tmp_path, capsys):
+    out = tmp_path / "new" / "results.json"
+    arguments = ["kernels", "quick=true", f"compile={compile}", f"masks={masks}", "mask_d=48", f"out={out}"]
+    assert bench.main(arguments) == 0
+    printed = capsys.readouterr().out
+    record = json.loads(out.read_text())
+    assert {"date", "device", "torch", "triton", "dtype"} <= record["environment"].keys()
+    names = [result["case"] for result in record["results"]]
+    assert names[-2:] == ["masks 48x64 recorded l2", "masks 48x64 recorded l10"]
+    assert all(f"  {name}" in printed for name in names)
+    assert "musts missed" in printed
+    for result in record["results"]:
+        assert result["nnz"]["mean"] <= result["nnz"]["p99"] <= result["nnz"]["max"]
+        assert result["step"]["ratio"] > 0
+        assert result["step"]["dense"].startswith("relu_l1")
+        assert ("relu compiled" in result["forward"]["times"]) == compile
+        assert result["errors"]["sparse"].keys() == result["errors"]["dense"].keys()
+        assert all(error < 1e-5 for error in result["errors"]["sparse"].values())
+        assert ("dw_gate" in result["errors"]["sparse"]) == result["gated"]
+        assert result.get("mask_mismatches", 0) == 0
+
+
+def test_only_selects_cases(tmp_path, capsys):
+    out = tmp_path / "results.json"
+    bench.main(["kernels", "quick=true", "compile=false", "only=non-gated", f"out={out}"])
+    (result,) = json.loads(out.read_text())["results"]
+    assert not result["gated"]
+    with pytest.raises(SystemExit, match="only='no such' selects no case"):
+        bench.main(["kernels", "quick=true", "only=no such"])
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "Benchmarks: python -m twell.bench COMMAND"),
+        (["kernel"], "Benchmarks: python -m twell.bench COMMAND"),
+        (["kernels", "quik=true"], "'quik' not in 'Options' (help=true lists the keys of kernels)"),
+        (["kernels", "rounds=many"], "'many' of type 'str' could not be converted to Integer"),
+    ],
+)
+def test_wrong_commands_are_explained(arguments, message, capsys):
+    assert bench.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_lists_the_keys(capsys):
+    assert bench.main(["kernels", "help=true"]) == 0
+    assert "rounds: 12" in capsys.readouterr().out
+
+
+def test_a_file_without_masks_is_refused(tmp_path):
+    np.savez(tmp_path / "empty.npz", tok=np.arange(3))
+    with pytest.raises(ValueError, match="no arrays named l0, l1"):
+        list(mask_cases(tmp_path / "empty.npz", 64))
+
+
+def test_verdicts():
+    assert [Bar(2.0, 3.0).verdict(ratio) for ratio in (1.9, 2.0, 3.0)] == ["MISS", "must", "aim"]
+    assert Bar(0.98).verdict(1.0) == "aim"
+    assert Bar().verdict(0.1) == "measured"
+
+
+def test_names_are_unique_and_shapes_stay_together():
+    cases = [*standard_cases(), *token_cases()]
+    assert len({case.name for case in cases}) == len(cases)
+    shapes = [case.shape for case in cases]
+    changes = sum(a != b for a, b in itertools.pairwise(shapes))
+    assert changes == len(set(shapes)) - 1  # each shape is compiled once
+
+
+def test_stages_are_told_by_kernel_name():
+    case = next(case for case in standard_cases() if case.name == "uniform 2048x5632 nnz 30")
+    ceilings = Ceilings(copy=4e12, gather=8e12, product=7e14)
+    kernels = {"gate_kernel": 0.6, "rows_forward_kernel": 0.4, "nvjet_tst_128x256": 0.1, "Memset (Device)": 0.01}
+    costs = stage_costs(kernels, case, nnz=30, union=500_000, ceilings=ceilings, itemsize=2)
+    assert list(costs) == ["gate", "rows forward", "dense products", "other"]
+    assert costs["gate"]["floor_ms"] == pytest.approx(1e3 * 2 * 16384 * 2048 * 5632 / 7e14)
+    assert costs["rows forward"]["floor_ms"] == pytest.approx(1e3 * 16384 * 30 * 2 * 4096 / 8e12)
+    assert costs["other"]["floor_ms"] is None

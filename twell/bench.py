@@ -1,0 +1,37 @@
+"""Benchmarks: python -m twell.bench COMMAND [key=value ...]
+
+    kernels    the sparse FFN against the dense one: time, error, memory, and each stage against its floor
+
+`python -m twell.bench COMMAND help=true` lists the command's keys and their defaults.
+"""
+
+import importlib
+import sys
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+COMMANDS = {"kernels": "twell.bench_kernels"}  # name -> module with a dataclass `Options` and a function `run(options)`
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments or arguments[0] not in COMMANDS:
+        print(__doc__.strip(), file=sys.stderr)
+        return 2
+    command = importlib.import_module(COMMANDS[arguments[0]])
+    defaults = OmegaConf.structured(command.Options)
+    overrides = OmegaConf.from_dotlist(arguments[1:])
+    if overrides.pop("help", False):
+        print(command.__doc__.strip(), "", OmegaConf.to_yaml(defaults), sep="\n")
+        return 0
+    try:
+        options = OmegaConf.to_object(OmegaConf.merge(defaults, overrides))
+    except OmegaConfBaseException as e:
+        print(f"{str(e).splitlines()[0]} (help=true lists the keys of {arguments[0]})", file=sys.stderr)
+        return 2
+    command.run(options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

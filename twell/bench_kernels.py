@@ -1,0 +1,314 @@
+"""The sparse FFN against the dense one, on this machine: time, error, memory, and each stage against its floor.
+
+    python -m twell.bench kernels                                        the cases with a bar (minutes on an H200)
+    python -m twell.bench kernels masks=a.npz,b.npz out=results/h200.json     real firing patterns too
+    python -m twell.bench kernels quick=true                             a smoke test, on any machine
+
+dense = the best of eager and compiled torch; for the step ReLU + L1, for the forward ReLU alone; SiLU is shown beside
+it. Both sides take turns in one run, over rotating batches; neuron order, capacities and densities are learnt from
+other batches than those timed. A step is forward + backward with the gradients of x and of all weights.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.format import Entries, NeuronTiles
+from kernels.ops import FFNOutput, sparse_ffn
+from kernels.reference import ffn_backward, ffn_forward
+from kernels.synthetic import MaskProblem
+from twell import measure
+from twell.bench_cases import Case, mask_cases, quick_cases, standard_cases, token_cases
+from twell.bench_report import print_ceilings, print_header, print_row, print_stages, print_verdicts
+
+TIMED, LEARNT_FROM = (0, 2, 4, 6), (1, 3, 5, 7)  # batch numbers
+SECTOR = 32  # bytes, the smallest piece of device memory that moves
+DL1 = 0.1  # gradient of the L1 sum; large, so that an error in it would show
+
+
+@dataclass
+class Options:
+    quick: bool = False  # tiny shapes and few rounds
+    only: str = ""  # run only cases whose name holds this text, e.g. "2048x5632 nnz 30"
+    masks: str = ""  # comma-separated .npz files with arrays l0, l1, ...: bits of the neurons that fired
+    mask_d: int = 1024  # model width at which the masks are run
+    impl: str = "auto"  # auto | triton | torch
+    compile: bool = True  # compare with compiled dense code as well
+    rounds: int = 12  # turns that each side gets over all batches
+    stages: bool = True  # profile each stage and compare it with its floor
+    out: str = ""  # JSON file for all results
+
+
+def run(options: Options) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    cases = [case for case in _cases(options) if options.only in case.name]
+    if not cases:
+        raise SystemExit(f"only={options.only!r} selects no case")
+    environment = measure.environment(device) | {"dtype": str(dtype).removeprefix("torch."), "impl": options.impl}
+    print_header(environment)
+    results, shape, dense, ceilings = [], None, None, None
+    for case in cases:
+        if case.shape != shape:
+            shape, dense = case.shape, Dense(case.gated, options.compile)
+            ceilings = measure.ceilings(case.n, case.d, case.h, dtype, device)
+            print_ceilings(case, ceilings)
+        results.append(measure_case(case, dense, ceilings, options, dtype, device))
+        print_row(case, results[-1])
+    print_stages(results)
+    print_verdicts(cases, results)
+    if options.out:
+        path = Path(options.out)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"environment": environment, "results": results}, indent=1) + "\n")
+        print(f"written to {path}")
+
+
+def _cases(options: Options) -> Iterable[Case]:
+    if options.quick:
+        yield from quick_cases()
+    else:
+        yield from standard_cases()
+    for path in filter(None, options.masks.split(",")):
+        yield from mask_cases(Path(path), options.mask_d, **({"n": 256} if options.quick else {}))
+    if not options.quick:
+        yield from token_cases()
+
+
+class Dense:
+    """The dense FFNs, eager and compiled, of one shape."""
+
+    def __init__(self, gated: bool, compiled: bool):
+        torch._dynamo.reset()  # what was compiled for other shapes would count towards the recompilation limit
+        functions = {"relu": _relu, "relu_l1": _relu_l1, "silu": _silu}
+        self.eager = {name: f(gated) for name, f in functions.items()}
+        self.compiled = {}
+        if compiled:
+            self.compiled = {name: torch.compile(f(gated), dynamic=False) for name, f in functions.items()}
+
+    def variants(self, name: str) -> dict[str, Callable]:
+        compiled = {f"{name} compiled": self.compiled[name]} if self.compiled else {}
+        return {f"{name} eager": self.eager[name]} | compiled
+
+
+def _hidden(gated: bool, act: Callable) -> Callable[..., Tensor]:
+    def hidden(x: Tensor, w_gate: Tensor | None, w_up: Tensor) -> Tensor:
+        return act(F.linear(x, w_gate)) * F.linear(x, w_up) if gated else act(F.linear(x, w_up))
+
+    return hidden
+
+
+def _plain(gated: bool, act: Callable) -> Callable[..., tuple[Tensor, ...]]:
+    hidden = _hidden(gated, act)
+    return lambda x, w_gate, w_up, w_down: (hidden(x, w_gate, w_up) @ w_down,)
+
+
+def _relu(gated: bool) -> Callable[..., tuple[Tensor, ...]]:
+    return _plain(gated, F.relu)
+
+
+def _silu(gated: bool) -> Callable[..., tuple[Tensor, ...]]:
+    return _plain(gated, F.silu)
+
+
+def _relu_l1(gated: bool) -> Callable[..., tuple[Tensor, ...]]:
+    hidden = _hidden(gated, F.relu)
+
+    def ffn(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor]:
+        a = hidden(x, w_gate, w_up)
+        return a @ w_down, a.abs().sum(dtype=torch.float32)
+
+    return ffn
+
+
+class Sparse:
+    """One sparse layer, with whatever it learns from the batches it has seen."""
+
+    def __init__(self, impl: str):
+        self.impl = impl
+
+    def learn(self, batches: Iterable[tuple[Tensor, Tensor]], weights: Iterable[Tensor | None]) -> Tensor:
+        """Show it the batches, forward and backward; returns how often each neuron fired, int64 [h]."""
+        fired = []
+        for x, dy in batches:
+            leaves = _leaves(x, weights)
+            output = self.full(*leaves)
+            _gradients(output[:2], leaves, dy)
+            fired.append(output.fired)
+        return torch.stack(fired).sum(0)
+
+    def full(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> FFNOutput:
+        return sparse_ffn(x, w_gate, w_up, w_down, impl=self.impl)
+
+    def __call__(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        return self.full(*tensors)[:2]
+
+
+def _leaves(x: Tensor, weights: Iterable[Tensor | None]) -> list[Tensor | None]:
+    return [None if t is None else t.detach().requires_grad_() for t in (x, *weights)]
+
+
+def _gradients(outputs: tuple[Tensor, ...], leaves: list[Tensor | None], dy: Tensor) -> tuple[Tensor, ...]:
+    gradients = (dy, torch.full((), DL1, device=dy.device))[: len(outputs)]
+    return torch.autograd.grad(outputs, [t for t in leaves if t is not None], gradients)
+
+
+def measure_case(
+    case: Case,
+    dense: Dense,
+    ceilings: measure.Ceilings | None,
+    options: Options,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict:
+    """Everything about one case, as it goes into the JSON file. Times in ms, memory in bytes."""
+    problem = case.problem(dtype, device)
+    weights = problem.weights
+    sparse = Sparse(options.impl)
+    fired = sparse.learn((problem.batch(case.n, number) for number in LEARNT_FROM), weights)
+    batches = [problem.batch(case.n, number) for number in TIMED]
+    leaves = [_leaves(x, weights) for x, _ in batches]
+
+    def step(ffn: Callable) -> Callable[[int], tuple]:
+        return lambda i: _gradients(ffn(*leaves[i]), leaves[i], batches[i][1])
+
+    def forward(ffn: Callable) -> Callable[[int], tuple]:
+        return torch.no_grad()(lambda i: ffn(*leaves[i]))
+
+    rounds = 2 if options.quick else options.rounds
+    steps = dense.variants("relu_l1") | dense.variants("silu") | {"sparse": sparse}
+    forwards = dense.variants("relu") | dense.variants("silu") | {"sparse": sparse}
+    step_times = measure.alternate({name: step(f) for name, f in steps.items()}, len(TIMED), rounds, device)
+    forward_times = measure.alternate({name: forward(f) for name, f in forwards.items()}, len(TIMED), rounds, device)
+
+    result = {"case": case.name, "n": case.n, "d": case.d, "h": case.h, "gated": case.gated}
+    result["nnz"] = _distribution(torch.cat([sparse.full(x, *weights).nnz for x, _ in batches]))
+    if isinstance(problem, MaskProblem):
+        result["mask_mismatches"] = problem.mismatches
+    for name, times, best in (("step", step_times, "relu_l1"), ("forward", forward_times, "relu")):
+        result[name] = _compare(times, best)
+    result["errors"] = errors(batches[0], weights, sparse, dense.eager["relu_l1"])
+    candidates = dense.variants("relu_l1") | {"sparse": sparse}
+    result["memory"] = {name: _memory(f, leaves[0], batches[0][1], device) for name, f in candidates.items()}
+    if options.stages and device.type == "cuda":
+        kernels = measure.time_by_kernel(step(sparse), len(TIMED), 3)
+        union = tile_union(batches[0][0], fired, weights)
+        result["stages"] = stage_costs(kernels, case, result["nnz"]["mean"], union, ceilings, dtype.itemsize)
+    return result
+
+
+def _distribution(nnz: Tensor) -> dict[str, float]:
+    ordered = nnz.float().sort().values
+    return {"mean": ordered.mean().item(), "p99": ordered[int(0.99 * len(ordered))].item(), "max": ordered[-1].item()}
+
+
+def _compare(times: dict[str, measure.Timing], baseline: str) -> dict:
+    """The contenders' timings, and the ratio of the best dense `baseline` and of the best SiLU to the sparse one."""
+
+    def best(name: str) -> str:
+        return min((key for key in times if key.split()[0] == name), key=lambda key: times[key].median)
+
+    sparse = times["sparse"].median
+    return {
+        "times": {name: asdict(timing) for name, timing in times.items()},
+        "dense": best(baseline),
+        "ratio": times[best(baseline)].median / sparse,
+        "ratio_silu": times[best("silu")].median / sparse,
+    }
+
+
+def _memory(ffn: Callable, leaves: list[Tensor | None], dy: Tensor, device: torch.device) -> dict | None:
+    memory = measure.memory(lambda: ffn(*leaves), lambda outputs: _gradients(outputs, leaves, dy), device)
+    return None if memory is None else asdict(memory)
+
+
+def errors(batch: tuple[Tensor, Tensor], weights: Iterable[Tensor | None], sparse: Callable, dense: Callable) -> dict:
+    """Relative errors |result - exact| / |exact| (Frobenius) of both sides, against fp64."""
+    x, dy = batch
+    exact_inputs = [None if t is None else t.double() for t in (x, *weights)]
+    exact = [*ffn_forward(*exact_inputs)[:2], *ffn_backward(*exact_inputs, dy.double(), DL1)]
+    exact = [t for t in exact if t is not None]
+    del exact_inputs
+    names = ["y", "l1", "dx", *(["dw_gate"] if len(exact) == 6 else []), "dw_up", "dw_down"]
+    table = {}
+    for side, ffn in (("sparse", sparse), ("dense", dense)):
+        leaves = _leaves(x, weights)
+        outputs = ffn(*leaves)
+        results = [*outputs, *_gradients(outputs, leaves, dy)]
+        table[side] = {
+            name: ((got.double() - want).norm() / want.norm().clamp(min=1e-300)).item()
+            for name, got, want in zip(names, results, exact, strict=True)
+        }
+    floor = torch.finfo(torch.float32).eps  # an l1 that dense happens to hit exactly is no measure
+    table["worst_ratio"] = max(table["sparse"][name] / max(table["dense"][name], floor) for name in names)
+    return table
+
+
+def tile_union(x: Tensor, fired: Tensor, weights: Iterable[Tensor | None]) -> int:
+    """(tile, token) pairs that the weight gradients touch, neurons ordered by how often they `fired` [h] before."""
+    w_gate, w_up, _ = weights
+    order = fired.argsort(descending=True, stable=True).int()
+    fires = F.linear(x, w_up if w_gate is None else w_gate) > 0
+    return int(NeuronTiles.pack(Entries.of(fires), order=order).offsets[-1])
+
+
+# Stages of the sparse step by the names of their kernels; whatever is not here counts as "other".
+STAGES = {
+    "gate": ("gate_",),
+    "compact": ("compact_",),
+    "plan": ("plan_",),
+    "rows forward": ("rows_forward",),
+    "rows backward": ("rows_backward",),
+    "rows reduce": ("rows_reduce",),
+    "weight gradients": ("weight_grad",),
+    "hot": ("hot_",),
+    "dense products": ("nvjet", "sm80_", "sm90_", "sm100_", "cutlass", "ampere_", "cublas", "void cutlass"),
+}
+
+
+def stage_costs(
+    kernels: dict[str, float], case: Case, nnz: float, union: int, ceilings: measure.Ceilings, itemsize: int
+) -> dict[str, dict]:
+    """Milliseconds by stage, beside the least that its bytes and FLOPs allow for.
+
+    The floors hold for the plain dataflow, every non-zero gathered; a stage that hands work to dense products can go
+    below. Bytes: what the stage must read and write once, gathered weight rows apart (they come out of the L2 cache);
+    a value read or written alone moves a whole sector.
+    """
+    n, d, h = case.n, case.d, case.h
+    total, row, words = nnz * n, d * itemsize, n * math.ceil(h / 32) * 4
+    gates = 2 if case.gated else 1  # weight matrices before the activation
+    entry = 4 + itemsize
+    floors = {
+        "gate": {"flops": 2 * n * d * h, "memory_bytes": (n + h) * row + words + total * SECTOR},
+        "compact": {"memory_bytes": words + total * (SECTOR + entry)},
+        "plan": {"memory_bytes": n * math.ceil(h / 64) + union * 4},
+        "rows forward": {
+            "gathered_bytes": total * gates * row,
+            "memory_bytes": 2 * n * row + total * (entry + itemsize),
+        },
+        "rows backward": {
+            "gathered_bytes": total * (gates + 1) * row,
+            "memory_bytes": 2 * n * row + total * (entry + itemsize) + union * 64 * itemsize * (gates + 1),
+        },
+        "weight gradients": {
+            "flops": 2 * union * 64 * d * (gates + 1),
+            "gathered_bytes": union * 2 * row,
+            "memory_bytes": h * row * (gates + 1) + union * 64 * itemsize * (gates + 1),
+        },
+    }
+    costs = {}
+    for kernel, ms in kernels.items():
+        stage = next((name for name, prefixes in STAGES.items() if kernel.startswith(prefixes)), "other")
+        cost = costs.setdefault(stage, {"ms": 0.0, "kernels": {}})
+        cost["ms"] += ms
+        cost["kernels"][kernel[:80]] = ms
+    for stage, cost in costs.items():
+        cost["floor_ms"] = ceilings.floor_ms(**floors[stage]) if stage in floors else None
+    return dict(sorted(costs.items(), key=lambda item: [*STAGES, "other"].index(item[0])))
