@@ -6,8 +6,9 @@ every epoch visits them in an order of its own, and step s takes the s-th run of
 endless list. Ranks and micro-batches only slice the batch. The state of the loader is therefore its step.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +18,9 @@ from data.permutation import permute
 from data.prefetch import Prefetcher
 from data.prepared import PreparedData
 from data.shards import TokenStream
+
+if TYPE_CHECKING:
+    from twell.config import DataConfig
 
 IGNORE = -100  # a target that the loss does not count
 
@@ -28,12 +32,69 @@ class Batch:
     doc_ids: torch.Tensor | None = None  # int32 [b, T]: which document of its window a token belongs to, from 0
 
 
-class Loader:
-    """Training batches of one rank. `next()` returns the micro-batches of the next optimizer step.
+def make_loader(cfg: "DataConfig", prepared: PreparedData, **kwargs) -> "BaseLoader":
+    """The training loader of one rank: `Loader`, or `data.stream.StreamLoader` with data.streaming; same arguments."""
+    if cfg.streaming:
+        from data.stream import StreamLoader
+
+        return StreamLoader(cfg, prepared, **kwargs)
+    return Loader(prepared, **kwargs)
+
+
+class BaseLoader:
+    """Hands out what `_producer` makes, a step ahead of its use. `next()` gives the micro-batches of the next step.
+
+    A producer is a function that returns the next step's sequences of this rank, as the dictionary of tensors that
+    `split_windows` makes, and the state to continue from after that step.
+    """
+
+    def __init__(self, micro: int, device: str | torch.device):
+        self._micro, self._device = micro, torch.device(device)
+        self._prefetcher: Prefetcher | None = None
+        self._waited = 0.0
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the training data so far."""
+        raise NotImplementedError
+
+    @property
+    def wait_seconds(self) -> float:
+        """Time that `next()` has spent waiting for data, in all."""
+        return self._waited + (self._prefetcher.wait_seconds if self._prefetcher else 0.0)
+
+    def next(self) -> list[Batch]:
+        """This rank's micro-batches of the next step, on the device."""
+        if self._prefetcher is None:
+            self._prefetcher = Prefetcher(self._producer(), self._device)
+        tensors, self._position = self._prefetcher.get()
+        return split_micro_batches(tensors, self._micro)
+
+    def state_dict(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues where `state` was taken; raises DataError if that was another stream of batches."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Stops the background thread; a later `next()` starts another where this one was."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+            self._waited += self._prefetcher.wait_seconds
+            self._prefetcher = None
+
+    def _producer(self) -> Callable[[], tuple[dict[str, torch.Tensor | None], Any]]:
+        """Continues from self._position."""
+        raise NotImplementedError
+
+
+class Loader(BaseLoader):
+    """Training batches of one rank from shards.
 
     seq_len: tokens per sequence, T; batch_sequences: sequences per optimizer step over all ranks; micro: sequences per
-    rank and micro-batch; eot: the end-of-text id; mask_documents: give each batch its doc_ids.
-    Raises DataError when the split has fewer tokens than one sequence needs.
+    rank and micro-batch; mask_documents: give each batch its doc_ids, told by the end-of-text id `eot` (by default
+    the tokenizer's). Raises DataError when the split has fewer tokens than one sequence needs.
     """
 
     def __init__(
@@ -51,10 +112,7 @@ class Loader:
         mask_documents: bool = False,
         eot: int | None = None,
     ):
-        if batch_sequences % (micro * world_size):
-            raise DataError(
-                f"{batch_sequences} sequences do not divide into {world_size} ranks x micro-batches of {micro}"
-            )
+        super().__init__(micro, device)
         self._stream = TokenStream(getattr(prepared, split))
         if len(self._stream) < seq_len + 1:
             raise DataError(
@@ -62,64 +120,37 @@ class Loader:
                 f"of model.seq_len={seq_len} needs {seq_len + 1}"
             )
         self.n_windows = (len(self._stream) - 1) // seq_len  # per epoch
-        self._seq_len, self._batch, self._micro, self._seed = seq_len, batch_sequences, micro, seed
-        self._per_rank = batch_sequences // world_size
+        self._seq_len, self._batch, self._seed = seq_len, batch_sequences, seed
+        self._per_rank = sequences_per_rank(batch_sequences, micro, world_size)
         self._first = rank * self._per_rank  # the first sequence of each batch that is this rank's
         self._eot = (prepared.tokenizer.eot if eot is None else eot) if mask_documents else None
-        self._identity = {
-            "data": prepared.fingerprint,
-            "seed": seed,
-            "seq_len": seq_len,
-            "batch_sequences": batch_sequences,
-        }
-        self._device = torch.device(device)
-        self._prefetcher: Prefetcher | None = None
-        self._waited = 0.0
-        self.step = 0  # the step that `next()` returns
+        self._position = 0  # the step that `next()` returns
+        self._identity = {"data": prepared.fingerprint, "seed": seed, "seq_len": seq_len}
+        self._identity["batch_sequences"] = batch_sequences
 
     @property
     def epoch(self) -> float:
-        """Passes over the training windows so far."""
-        return self.step * self._batch / self.n_windows
-
-    @property
-    def wait_seconds(self) -> float:
-        """Time that `next()` has spent waiting for data, in all."""
-        return self._waited + (self._prefetcher.wait_seconds if self._prefetcher else 0.0)
+        return self._position * self._batch / self.n_windows
 
     def step_batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of any step, on the CPU; a pure function of its argument."""
-        return self._split(self._assemble(step))
-
-    def next(self) -> list[Batch]:
-        """This rank's micro-batches of the next step, on the device."""
-        if self._prefetcher is None:
-            self._prefetcher = Prefetcher(self._producer(self.step), self._device)
-        tensors, _ = self._prefetcher.get()
-        self.step += 1
-        return self._split(tensors)
+        return split_micro_batches(self._assemble(step), self._micro)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, **self._identity}
+        return {"step": self._position, **self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where `state` was taken; raises DataError if that was another stream of batches."""
         check_identity(state, self._identity)
         self.close()
-        self.step = state["step"]
+        self._position = state["step"]
 
-    def close(self) -> None:
-        """Stops the background thread; a later `next()` starts another."""
-        if self._prefetcher is not None:
-            self._prefetcher.close()
-            self._waited += self._prefetcher.wait_seconds
-            self._prefetcher = None
+    def _producer(self):
+        step = self._position
 
-    def _producer(self, step: int):
         def produce():
             nonlocal step
             step += 1
-            return self._assemble(step - 1), None
+            return self._assemble(step - 1), step
 
         return produce
 
@@ -137,9 +168,6 @@ class Loader:
             now = epochs == epoch
             starts[now] = permute(positions[now], self.n_windows, key=(self._seed, int(epoch))) * self._seq_len
         return starts
-
-    def _split(self, tensors: dict[str, torch.Tensor | None]) -> list[Batch]:
-        return split_micro_batches(tensors, self._micro)
 
 
 def validation_batches(
@@ -186,9 +214,15 @@ def validation_batches(
     return batches
 
 
+def sequences_per_rank(batch_sequences: int, micro: int, world_size: int) -> int:
+    if batch_sequences % (micro * world_size):
+        raise DataError(f"{batch_sequences} sequences do not divide into {world_size} ranks x micro-batches of {micro}")
+    return batch_sequences // world_size
+
+
 def split_windows(windows: np.ndarray, eot: int | None) -> dict[str, torch.Tensor | None]:
     """Windows [n, T + 1] to tokens and targets [n, T], and with an `eot` to doc_ids [n, T]."""
-    tokens, targets = np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
+    tokens, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
     doc_ids = None
     if eot is not None:
         ends = tokens == eot

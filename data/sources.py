@@ -171,7 +171,8 @@ class TextSource:
             start = 0
             with path.open("rb") as file:
                 while start < size:
-                    stop = size if size - start <= self._longest else start + _cut(file, start, self._longest)
+                    pieces = -(-(size - start) // self._longest)
+                    stop = size if pieces == 1 else start + _cut(file, start, -(-(size - start) // pieces))
                     yield path, start, stop
                     start = stop
 

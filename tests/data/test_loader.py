@@ -145,7 +145,7 @@ def test_doc_ids_count_documents_within_the_window(make_set):
 def test_too_little_text_for_one_sequence(make_set):
     prepared = make_set([np.arange(10)], val=[1])
     Loader(prepared, seq_len=9, batch_sequences=1, micro=1)
-    with pytest.raises(DataError, match="the train split has 10 tokens, one sequence of model.seq_len=10 needs 11"):
+    with pytest.raises(DataError, match=r"the train split has 10 tokens, one sequence of model\.seq_len=10 needs 11"):
         Loader(prepared, seq_len=10, batch_sequences=1, micro=1)
     with pytest.raises(DataError, match="the val split has 1 tokens"):
         validation_batches(prepared, tokens=10, seq_len=4, micro=1)
