@@ -196,6 +196,7 @@ def test_initial_scales():
         (block.attn.o.weight, 96**-0.5 / 4),
     ):
         assert parameter.std().item() == pytest.approx(std, rel=0.03)
+    assert not torch.equal(block.ffn.w_up, block.ffn.w_gate)  # each parameter has draws of its own
     tokens, targets = batch()
     assert model(tokens, targets).loss_sum.item() / targets.numel() == pytest.approx(math.log(N_VOCAB), rel=0.02)
 
