@@ -74,7 +74,7 @@ class RMSNorm(nn.Module):
 class KVCache:
     """Keys and values of the tokens seen so far, for sampling: tensors of one shape, filled from the left.
 
-    Each forward pass with the cache appends its tokens; the caller keeps their total within `length`.
+    Each forward pass with the cache appends its tokens; the caller keeps their total within `length` <= seq_len.
     """
 
     def __init__(self, model: "Transformer", batch: int, length: int):
@@ -84,12 +84,36 @@ class KVCache:
         self.k = torch.zeros(shape, dtype=model.compute_dtype, device=device)
         self.v = torch.zeros_like(self.k)
         self.n_seen = torch.zeros((), dtype=torch.int64, device=device)
+        self.positions = self.n_seen  # of the tokens in the current forward pass, [t]
 
-    def append(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v [b, n_kv_heads, t, head_dim] at `positions` [t]; returns that layer's whole cache."""
-        self.k[layer].index_copy_(2, positions, k)
-        self.v[layer].index_copy_(2, positions, v)
+    def make_room(self, t: int) -> Tensor:
+        """Give the next `t` tokens their positions [t]; every layer then appends its keys and values there."""
+        self.positions = self.n_seen + torch.arange(t, device=self.n_seen.device)
+        self.n_seen = self.n_seen + t
+        return self.positions
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k, v [b, n_kv_heads, t, head_dim]; returns that layer's whole cache."""
+        self.k[layer].index_copy_(2, self.positions, k)
+        self.v[layer].index_copy_(2, self.positions, v)
         return self.k[layer], self.v[layer]
+
+
+def rope_table(seq_len: int, head_dim: int, theta: float) -> Tensor:
+    """Cosine and sine of the rotary angles (arXiv 2104.09864), fp32 [2, seq_len, head_dim / 2]."""
+    frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    angles = torch.arange(seq_len, dtype=torch.float32)[:, None] * frequencies
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+def rotate(x: Tensor, rope: Tensor) -> Tensor:
+    """Turn x [b, heads, t, head_dim] by the angles of its positions, rope [2, t, head_dim / 2].
+
+    Dimension i is paired with i + head_dim / 2, as in Llama. Computed in fp32: compiled, that costs nothing.
+    """
+    cos, sin = rope
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -112,8 +136,11 @@ class Attention(nn.Module):
     def qkv_width(self) -> int:
         return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
 
-    def forward(self, x: Tensor, rope: "Rope", mask: Tensor | None, cache: KVCache | None) -> Tensor:
-        """x [b, t, d] -> [b, t, d]; mask bool [b or 1, 1, t, keys], true = may attend, None = plain causal."""
+    def forward(self, x: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache | None) -> Tensor:
+        """x [b, t, d] -> [b, t, d].
+
+        rope [2, t, head_dim / 2]; mask bool [b or 1, 1, t, keys], true = may attend, None = plain causal.
+        """
         b, t, d = x.shape
         # One product for the three: the weights stay separate parameters, and joining them costs little beside it.
         weight = torch.cat([self.q.weight, self.k.weight, self.v.weight]).to(x.dtype)
@@ -122,33 +149,15 @@ class Attention(nn.Module):
         q, k, v = heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=1)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rope.rotate(q), rope.rotate(k)
+        q, k = rotate(q, rope), rotate(k, rope)
         if cache is not None:
-            k, v = cache.append(self.layer, k, v, rope.positions)
+            k, v = cache.append(self.layer, k, v)
         groups = self.n_heads // self.n_kv_heads
         if mask is not None and groups > 1:  # no fused GPU kernel takes a mask and shared heads at once
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
             groups = 1
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=groups > 1)
         return self.o(y.transpose(1, 2).reshape(b, t, d))
-
-
-class Rope:
-    """Rotary position embedding (arXiv 2104.09864), pairing dimension i with i + head_dim / 2, as Llama does.
-
-    Angles are made in each forward pass, in fp32: a buffer would be one more thing to initialise, cast and save.
-    """
-
-    def __init__(self, positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype):
-        self.positions = positions  # [t]
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
-        angles = positions.float()[:, None] * theta**-exponents  # [t, head_dim / 2]
-        self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
-
-    def rotate(self, x: Tensor) -> Tensor:
-        """x [b, heads, t, head_dim], each pair of dimensions turned by its position's angle."""
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat([first * self.cos - second * self.sin, second * self.cos + first * self.sin], dim=-1)
 
 
 class Block(nn.Module):
@@ -162,7 +171,7 @@ class Block(nn.Module):
         self.ffn = build_ffn(ffn, cfg.d_model)
 
     def forward(
-        self, x: Tensor, rope: Rope, mask: Tensor | None, counted: Tensor | None, cache: KVCache | None
+        self, x: Tensor, rope: Tensor, mask: Tensor | None, counted: Tensor | None, cache: KVCache | None
     ) -> tuple[Tensor, FFNResult]:
         x = x + self.attn(self.attn_norm(x), rope, mask, cache)
         result = self.ffn(self.ffn_norm(x), counted)
@@ -191,7 +200,10 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         self.seq_len, self.n_vocab, self.compute_dtype = model.seq_len, n_vocab, compute_dtype
-        self.rope_theta = model.rope_theta
+        self.head_dim, self.rope_theta = model.d_model // model.n_heads, model.rope_theta
+        # A table, although each pass could make it: torch.compile would then compute the angles anew in every layer.
+        # It is no state: never saved, and filled again by `init_weights` in case the model came from the meta device.
+        self.register_buffer("rope", rope_table(model.seq_len, self.head_dim, self.rope_theta), persistent=False)
         self.embed = Embedding(vocab_size, model.d_model)
         self.blocks = nn.ModuleList(Block(model, ffn, layer) for layer in range(model.n_layers))
         self.norm = RMSNorm(model.d_model, model.norm_eps)
@@ -213,10 +225,8 @@ class Transformer(nn.Module):
             cache: for sampling: `tokens` continue those already in the cache.
         """
         t = tokens.shape[1]
-        positions = torch.arange(t, device=tokens.device)
-        if cache is not None:
-            positions = positions + cache.n_seen
-        rope = Rope(positions, self.blocks[0].attn.head_dim, self.rope_theta, self.compute_dtype)
+        positions = torch.arange(t, device=tokens.device) if cache is None else cache.make_room(t)
+        rope = self.rope[:, :t] if cache is None else self.rope[:, positions]
         mask = _attention_mask(positions, doc_ids, cache)
         counted = None if targets is None else targets != IGNORE  # [b, t]
 
@@ -226,7 +236,6 @@ class Transformer(nn.Module):
             x, result = block(x, rope, mask, counted, cache)
             results.append(result)
         if cache is not None:
-            cache.n_seen += t
             x = x[:, -1:]
         logits = self._logits(self.norm(x))
 
@@ -252,6 +261,7 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
         """Fill all parameters from `seed`: the same values on any device, for any number of ranks."""
+        self.rope.copy_(rope_table(self.seq_len, self.head_dim, self.rope_theta))
         for name, parameter in self.named_parameters():
             parameter.copy_(self.initial_value(name, seed))
 

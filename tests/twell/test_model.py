@@ -10,9 +10,9 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from torch.testing import assert_close
 
-from tests.twell.small import KINDS, N_VOCAB, VOCAB_SIZE, batch, build, ffn_config
+from tests.twell.small import KINDS, N_VOCAB, VOCAB_SIZE, batch, build, ffn_config, model_config
 from twell.config import CONFIG_DIR, register
-from twell.model import KVCache, Rope, Transformer
+from twell.model import KVCache, Transformer, rope_table, rotate
 from twell.sparsity import l1_weight
 
 
@@ -86,13 +86,14 @@ def test_rope_scores_depend_on_the_distance_only():
     generator = torch.manual_seed(0)
     q, k = torch.randn(2, 1, 1, 1, 8, generator=generator, dtype=torch.float64)
 
+    table = rope_table(200, 8, 10000.0).double()
+
     def score(i: int, j: int) -> Tensor:
-        rope_i, rope_j = (Rope(torch.tensor([p]), 8, 10000.0, torch.float64) for p in (i, j))
-        return (rope_i.rotate(q) * rope_j.rotate(k)).sum()
+        return (rotate(q, table[:, i : i + 1]) * rotate(k, table[:, j : j + 1])).sum()
 
     assert_close(score(5, 2), score(105, 102), rtol=1e-4, atol=1e-5)
     assert (score(5, 2) - score(5, 3)).abs() > 1e-2
-    assert_close(Rope(torch.tensor([7]), 8, 10000.0, torch.float64).rotate(q).norm(), q.norm(), rtol=1e-6, atol=0)
+    assert_close(rotate(q, table[:, 7:8]).norm(), q.norm(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("n_kv_heads", [2, 6])
@@ -183,6 +184,16 @@ def test_dense_relu_and_sparse_start_equal():
     for name, parameter in nongated.named_parameters():
         assert ".ffn.w_" in name or torch.equal(parameter, sparse.get_parameter(name))
     assert not torch.equal(build(seed=2).embed.weight, sparse.embed.weight)
+
+
+def test_a_model_from_the_meta_device_is_whole_after_init_weights():
+    with torch.device("meta"):
+        model = Transformer(model_config(), ffn_config("sparse"), VOCAB_SIZE, N_VOCAB)
+    model.to_empty(device="cpu")
+    model.init_weights(1)
+    tokens, targets = batch()
+    assert_close(model(tokens, targets).loss_sum, build()(tokens, targets).loss_sum, rtol=0, atol=0)
+    assert "rope" not in model.state_dict()
 
 
 def test_initial_scales():
