@@ -1,0 +1,142 @@
+"""`sparse_ffn(impl="triton")` on a GPU: model-sized shapes, every dtype, and what an interpreter cannot show."""
+
+import pytest
+import torch
+
+from kernels.ops import sparse_ffn
+from kernels.reference import ffn_forward
+from kernels.synthetic import FiringLaw, Problem
+from tests.kernels.ffn_cases import PATTERNS, Case, assert_accurate, differentiate, make_case, run
+
+DEVICE = "cuda"
+SHAPES = [(768, 2048), (1536, 5504), (2048, 5632), (3072, 11008)]
+
+
+def triton_run(case: Case):
+    return run(case, impl="triton")
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("d, h", SHAPES)
+def test_patterns(d, h, pattern, gated):
+    case = make_case(1000, d, h, pattern, gated=gated, dtype=torch.bfloat16, device=DEVICE, masked=True)
+    assert_accurate(case, *triton_run(case))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("n", [1, 7, 63, 64, 65, 4097])
+@pytest.mark.parametrize("pattern", ["1 %", "50 %"])
+def test_numbers_of_tokens(n, pattern, gated):
+    case = make_case(n, 768, 2048, pattern, gated=gated, dtype=torch.bfloat16, device=DEVICE)
+    assert_accurate(case, *triton_run(case))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("d, h", [(8, 1), (72, 100), (264, 1000), (1000, 2050)])
+def test_widths_that_divide_by_little(d, h, gated):
+    case = make_case(130, d, h, "1 %", gated=gated, dtype=torch.bfloat16, device=DEVICE)
+    assert_accurate(case, *triton_run(case))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("pattern", ["one token", "1 %", "50 %"])
+def test_dtypes(dtype, pattern, gated):
+    case = make_case(513, 768, 2048, pattern, gated=gated, dtype=dtype, device=DEVICE)
+    assert_accurate(case, *triton_run(case))
+
+
+@pytest.mark.parametrize("law", [FiringLaw(30), FiringLaw(30, token_sigma=1.0), FiringLaw(400, token_sigma=0.6)])
+def test_realistic_firing(law):
+    problem = Problem(law, 1024, 2816, device=DEVICE)
+    x, dy = problem.batch(4096, 0)
+    case = Case(x, *problem.weights, dy)
+    assert_accurate(case, *triton_run(case))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("column", [0, 5])
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_bad_token_spoils_only_itself(bad, column, gated):
+    case = make_case(300, 768, 2048, "1 %", gated=gated, dtype=torch.bfloat16, device=DEVICE)
+    clean_output, clean = triton_run(case)
+    case.x[77, column] = bad
+    output, gradients = triton_run(case)
+    others = torch.arange(300, device=DEVICE) != 77
+    assert not output.y[77].isfinite().all()
+    assert not gradients.x[77].isfinite().all()
+    assert torch.equal(output.y[others], clean_output.y[others])
+    assert torch.equal(gradients.x[others], clean.x[others])
+
+
+def test_strided_inputs():
+    case = make_case(130, 768, 2048, "1 %", dtype=torch.bfloat16, device=DEVICE)
+    strided = Case(
+        case.x.repeat_interleave(2, 0)[::2],
+        case.w_gate.T.contiguous().T,
+        case.w_up.repeat(1, 2)[:, :768],
+        case.w_down.T.contiguous().T,
+        case.dy[:1].expand(130, 768),
+    )
+    case.dy = strided.dy.contiguous()
+    torch.testing.assert_close(triton_run(strided), triton_run(case), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("pattern", ["1 %", "one token", "50 %"])
+def test_repeats_bit_for_bit(pattern):
+    case = make_case(4097, 768, 2048, pattern, dtype=torch.bfloat16, device=DEVICE)
+    first = [t.clone() for part in triton_run(case) for t in part]
+    for _ in range(5):
+        again = [t for part in triton_run(case) for t in part]
+        assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_offsets_beyond_31_bits(gated):
+    n, d, h, tail = 400_000, 256, 11008, 300  # n * h = 4.4e9
+    assert n * h > 2**32
+    case = make_case(n, d, h, "0.1 %", gated=gated, dtype=torch.bfloat16, device=DEVICE)
+    output, gradients = triton_run(case)
+    last = Case(case.x[-tail:], *case.tensors[1:], case.dy[-tail:])
+    last_output, last_gradients = triton_run(last)
+    assert_accurate(last, last_output, last_gradients)
+    assert torch.equal(output.y[-tail:], last_output.y)
+    assert torch.equal(gradients.x[-tail:], last_gradients.x)
+    assert torch.equal(output.nnz[-tail:], last_output.nnz)
+    first = ffn_forward(case.x[:tail], *case.tensors[1:])
+    assert torch.equal(output.nnz[:tail], first.nnz)
+
+
+def test_compiled_like_eager():
+    case = make_case(1000, 768, 2048, "1 %", dtype=torch.bfloat16, device=DEVICE, masked=True)
+    expected_output, expected = triton_run(case)
+    leaves = [t.detach().requires_grad_() for t in case.tensors]
+    output = torch.compile(sparse_ffn, fullgraph=True)(*leaves, counted=case.counted, impl="triton")
+    torch.testing.assert_close(output, expected_output)
+    torch.testing.assert_close(differentiate(output, leaves, case.dy), tuple(expected))
+
+
+def test_autocast():
+    case = make_case(1000, 768, 2048, "1 %", device=DEVICE)
+    low = Case(*(t.bfloat16() for t in case.tensors), case.dy.bfloat16())
+    expected_output, expected = triton_run(low)
+    leaves = [t.detach().requires_grad_() for t in case.tensors]
+    with torch.autocast("cuda", torch.bfloat16):
+        output = sparse_ffn(*leaves, impl="triton")
+    assert output.y.dtype == torch.bfloat16
+    torch.testing.assert_close(output, expected_output)
+    gradients = differentiate(output, leaves, low.dy)
+    assert all(g.dtype == torch.float32 for g in gradients)
+    torch.testing.assert_close(gradients, tuple(t.float() for t in expected))
+
+
+def test_never_waits_for_the_device():
+    case = make_case(1000, 768, 2048, "1 %", dtype=torch.bfloat16, device=DEVICE, masked=True)
+    for _ in range(3):
+        triton_run(case)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        triton_run(case)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
