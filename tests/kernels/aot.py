@@ -25,7 +25,7 @@ TENSOR_MEMORY_LIMIT = 512  # columns, on 100
 def compile_case(case, arch: int) -> dict:
     """What `case` (a kernels.aot.AotCase) uses on `arch`; key "error" if it does not compile or does not fit."""
     kernel = case.kernel
-    result = {"name": case.name, "arch": arch}
+    result = {"name": case.name, "kernel": kernel.__name__, "arch": arch}
     try:
         compiled = triton.compile(
             ASTSource(
