@@ -1,0 +1,395 @@
+"""The configuration: its schema, and every check that can be made before any work starts.
+
+The dataclasses are the schema that Hydra enforces (unknown key, wrong type); `validate` adds what a type cannot
+say: allowed values, ranges, and combinations of keys. Every error names the key, its value and what is allowed.
+Each knob is documented here, once; configs/ only sets values.
+"""
+
+import dataclasses
+import difflib
+import functools
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import hydra
+import torch
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from twell.errors import UserError
+
+CONFIG_DIR = Path(__file__).parent.parent / "configs"
+
+
+class ConfigError(UserError):
+    """A configuration that cannot work; the message names the key, its value and what to do."""
+
+
+@dataclass
+class ModelConfig:
+    name: str = MISSING  # names the preset in run names and tables
+    n_layers: int = MISSING
+    d_model: int = MISSING
+    n_heads: int = MISSING  # query heads; the head width is d_model / n_heads
+    n_kv_heads: int = MISSING  # key/value heads (grouped-query attention); n_heads = plain multi-head attention
+    d_ff: int = MISSING  # hidden width of the gated FFN kinds
+    d_ff_nongated: int = MISSING  # hidden width of sparse_nongated, about 1.5x d_ff: the same number of parameters
+    seq_len: int = MISSING  # tokens per training sequence, and the longest context when sampling
+    vocab_size: int | None = None  # null = the tokenizer's, rounded up to a multiple of 128
+    tied: bool = True  # output head = input embedding
+    qk_norm: bool = False  # RMSNorm on queries and keys, per head
+    qkv_bias: bool = False
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+
+
+@dataclass
+class L1Config:
+    """Penalty coef * L1, with L1 = mean over layers, mean over counted tokens of (sum over neurons |a|)."""
+
+    coef: float = 0.0
+    warmup_steps: int = 0  # the coefficient rises linearly from 0 over this many optimizer steps
+    # sum: over neurons, as written above (and as the released code of arXiv 2603.23198 does).
+    # mean: divides by d_ff as well (that paper's printed formula); the same coef is then d_ff times weaker.
+    norm: str = "sum"
+
+
+@dataclass
+class FFNConfig:
+    kind: str = MISSING  # dense_silu | dense_relu | sparse | sparse_nongated
+    d_ff: int = MISSING  # hidden width used by this kind: model.d_ff, or model.d_ff_nongated
+    impl: str = "auto"  # sparse kinds: auto | triton | torch
+    l1: L1Config = field(default_factory=L1Config)
+
+
+@dataclass
+class DataConfig:
+    name: str = MISSING  # names the prepared data set and appears in run names
+    source: str = MISSING  # stdlib | text | jsonl | hf | shards
+    # text, jsonl, shards: files, folders or globs; hf: local data files
+    paths: list[str] = field(default_factory=list)
+    field: str = "text"  # the JSON key or dataset column that holds the text
+    hf_path: str | None = None  # hf: repository on the Hub, or a builder such as "parquet" together with paths
+    hf_name: str | None = None  # hf: configuration of that repository
+    hf_split: str = "train"
+    streaming: bool = False  # hf: tokenize on the fly instead of preparing shards first
+    # bytes | a tiktoken encoding (gpt2, cl100k_base, ...) | bpe (trained on the source) | stored (shards: the one
+    # that lies beside them)
+    tokenizer: str = "bytes"
+    bpe_vocab_size: int = 16384  # tokenizer=bpe: size of the vocabulary, end-of-text token included
+    val_fraction: float = 0.01  # share of documents held out, chosen by the hash of their text
+    mask_documents: bool = False  # true = attention does not cross document borders
+    dir: str = "datasets"  # prepared data sets live here, one folder each
+    shard_tokens: int = 100_000_000  # tokens per shard file
+    workers: int | None = None  # processes that tokenize; null = one per core
+
+
+@dataclass
+class BatchConfig:
+    tokens: int = MISSING  # tokens per optimizer step, over all ranks and micro-batches
+    micro: int = MISSING  # sequences per rank and micro-batch; accumulation steps follow from both
+
+
+@dataclass
+class ScheduleConfig:
+    kind: str = "cosine"  # cosine | wsd | linear | constant
+    unit: str = "steps"  # steps | tokens: the unit of warmup, decay and horizon
+    warmup: int = 0  # linear rise from 0
+    decay: int = 0  # wsd: length of the final linear decay
+    horizon: int | None = None  # where the schedule ends; null = the run's length when it was first started
+    min_lr_ratio: float = 0.1  # the learning rate never falls below this share of its peak
+
+
+@dataclass
+class OptimConfig:
+    kind: str = MISSING  # adamw | muon
+    lr: float = MISSING  # peak learning rate of AdamW (all parameters, or with muon the non-matrix ones)
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # decoupled, on matrices only (embeddings included, norms and biases not)
+    clip: float = 1.0  # global gradient norm; 0 = no clipping
+    muon_lr: float = 0.02  # muon: peak learning rate of the hidden matrices
+    muon_momentum: float = 0.95
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+
+
+@dataclass
+class EvalConfig:
+    interval: int = 250  # optimizer steps between validations; also runs after the last step
+    tokens: int = 1_048_576  # validation tokens: fixed windows from the start of the validation split
+    sample_tokens: int = 64  # tokens sampled from the model at each validation; 0 = none
+    prompt: str = ""  # what the sample continues; empty = a new document
+
+
+@dataclass
+class CheckpointConfig:
+    interval: int = 1000  # optimizer steps between checkpoints; also saved at the end and on SIGTERM
+    keep: int = 2  # newest checkpoints kept
+    best: bool = True  # keep the one with the lowest validation loss as well
+
+
+@dataclass
+class LogConfig:
+    interval: int = 10  # optimizer steps between log lines
+
+
+@dataclass
+class WandbConfig:
+    # auto = online with a key and a reachable server, else offline; offline; online; disabled. Never prompts.
+    mode: str = "auto"
+    project: str = "twell"
+    entity: str | None = None
+    group: str | None = None  # null = model and data set, so that dense and sparse runs of one comparison meet
+    tags: list[str] = field(default_factory=list)  # added to the automatic ones (model, ffn, data, optim)
+
+
+@dataclass
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    ffn: FFNConfig = field(default_factory=FFNConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    name: str | None = None  # the run's folder under `out`; null = made from the groups and overrides chosen
+    out: str = "runs"
+    seed: int = 1337
+    steps: int | None = None  # length of the run in optimizer steps
+    tokens: int | None = None  # length of the run in tokens, rounded up to whole steps; overrides `steps`
+    resume: str = "auto"  # auto = continue the run if it has a checkpoint; never = start over, keeping the old folder
+    device: str = "auto"  # auto | cpu | cuda
+    dtype: str = "auto"  # auto = bf16 on a GPU, fp32 on CPU; bf16 | fp32. Master weights are always fp32
+    compile: bool | None = None  # torch.compile; null = on a GPU
+    max_nonfinite: int = 10  # stop after this many steps in a row with a non-finite loss or gradient norm
+    profile: int = 0  # write a torch trace of this many steps (after warm-up) into the run folder
+
+
+def register() -> None:
+    """Make the schema known to Hydra under the name that configs/config.yaml starts from."""
+    ConfigStore.instance().store(name="schema", node=Config)
+
+
+def hydra_main(main: Callable[[DictConfig], None]) -> Callable[[], None]:
+    """Decorate `main(cfg)`: composes configs/ with the command line, and turns config mistakes into short messages.
+
+    A `UserError`, or a mistake found by Hydra or OmegaConf, ends the process with exit code 2 and without a
+    traceback; every other exception passes through untouched. Of several ranks only the first one prints.
+    """
+
+    @functools.wraps(main)
+    def run() -> None:
+        failed = False
+
+        def report(error: Exception) -> None:
+            nonlocal failed
+            failed = True
+            if os.environ.get("RANK", "0") == "0":
+                print(f"error: {explain(error)}", file=sys.stderr)
+
+        def job(cfg: DictConfig) -> None:
+            try:
+                main(cfg)
+            except UserError as error:  # caught here, since Hydra would add lines of its own; a sweep goes on
+                report(error)
+
+        register()
+        # Hydra would print its own trace and exit; with this it raises, and `explain` can say what is allowed.
+        os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+        # Hydra finds configs/ relative to the file of the function it decorates: an absolute path needs no file.
+        entry = hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="config")(job)
+        try:
+            entry()
+        except (HydraException, OmegaConfBaseException) as error:
+            report(error)
+        if failed:
+            sys.exit(2)
+
+    return run
+
+
+def explain(error: BaseException) -> str:
+    """The message of a configuration mistake in one or two lines, with the keys that would have been allowed."""
+    cause = error
+    while cause.__cause__ is not None and not isinstance(cause, OmegaConfBaseException):
+        cause = cause.__cause__
+    first_line = (str(cause) or str(error)).splitlines()[0]
+    if not isinstance(cause, OmegaConfBaseException) or cause.full_key is None:
+        return str(error)
+    message = f"{cause.full_key}: {first_line}"
+    schema = cause.object_type
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and dataclasses.is_dataclass(schema):
+        names = [f.name for f in dataclasses.fields(schema)]
+        close = difflib.get_close_matches(str(cause.key), names, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        message += f"; {hint}allowed here: {', '.join(names)}"
+    return message
+
+
+def padded_vocab_size(cfg: Config, n_vocab: int) -> int:
+    """Rows of the embedding: the tokenizer's `n_vocab` ids rounded up to a multiple of 128, or model.vocab_size."""
+    if cfg.model.vocab_size is None:
+        return -(-n_vocab // 128) * 128
+    if cfg.model.vocab_size < n_vocab:
+        raise ConfigError(
+            f"model.vocab_size={cfg.model.vocab_size} is smaller than the {n_vocab} ids of data.tokenizer="
+            f"{cfg.data.tokenizer}; use null or at least {n_vocab}"
+        )
+    return cfg.model.vocab_size
+
+
+def accumulation_steps(cfg: Config, world_size: int) -> int:
+    """Micro-batches per optimizer step and rank that `batch.tokens` asks for; ConfigError if it does not divide."""
+    per_micro_step = cfg.batch.micro * cfg.model.seq_len * world_size
+    if cfg.batch.tokens % per_micro_step:
+        lower = cfg.batch.tokens // per_micro_step * per_micro_step
+        raise ConfigError(
+            f"batch.tokens={cfg.batch.tokens} is not a multiple of batch.micro={cfg.batch.micro} x model.seq_len="
+            f"{cfg.model.seq_len} x WORLD_SIZE={world_size} = {per_micro_step}; "
+            f"use {lower or per_micro_step} or {lower + per_micro_step}"
+        )
+    return cfg.batch.tokens // per_micro_step
+
+
+def total_steps(cfg: Config) -> int:
+    """Length of the run in optimizer steps, from `tokens` or else from `steps`."""
+    if cfg.tokens is not None:
+        return -(-cfg.tokens // cfg.batch.tokens)
+    return cfg.steps
+
+
+CHOICES = {
+    "ffn.kind": ("dense_silu", "dense_relu", "sparse", "sparse_nongated"),
+    "ffn.impl": ("auto", "triton", "torch"),
+    "ffn.l1.norm": ("sum", "mean"),
+    "data.source": ("stdlib", "text", "jsonl", "hf", "shards"),
+    "optim.kind": ("adamw", "muon"),
+    "optim.schedule.kind": ("cosine", "wsd", "linear", "constant"),
+    "optim.schedule.unit": ("steps", "tokens"),
+    "wandb.mode": ("auto", "online", "offline", "disabled"),
+    "resume": ("auto", "never"),
+    "device": ("auto", "cpu", "cuda"),
+    "dtype": ("auto", "bf16", "fp32"),
+}
+AT_LEAST = {
+    "model.n_layers": 1,
+    "model.d_model": 1,
+    "model.n_heads": 1,
+    "model.n_kv_heads": 1,
+    "model.seq_len": 1,
+    "ffn.d_ff": 1,
+    "ffn.l1.coef": 0,
+    "ffn.l1.warmup_steps": 0,
+    "data.bpe_vocab_size": 258,
+    "data.shard_tokens": 1,
+    "data.workers": 1,
+    "batch.tokens": 1,
+    "batch.micro": 1,
+    "optim.lr": 0,
+    "optim.muon_lr": 0,
+    "optim.eps": 0,
+    "optim.weight_decay": 0,
+    "optim.clip": 0,
+    "optim.schedule.warmup": 0,
+    "optim.schedule.decay": 0,
+    "optim.schedule.horizon": 1,
+    "eval.interval": 1,
+    "eval.tokens": 1,
+    "eval.sample_tokens": 0,
+    "checkpoint.interval": 1,
+    "checkpoint.keep": 1,
+    "log.interval": 1,
+    "steps": 1,
+    "tokens": 1,
+    "max_nonfinite": 1,
+    "profile": 0,
+}
+
+
+def validate(cfg: Config, world_size: int = 1) -> None:
+    """Raise ConfigError for the first value or combination in `cfg` that cannot work on `world_size` processes."""
+    _check_values(cfg)
+    _check_model(cfg)
+    _check_data(cfg)
+    _check_schedule(cfg)
+    if cfg.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda, but torch sees no GPU; use device=auto or device=cpu")
+    accumulation_steps(cfg, world_size)
+
+
+def _check_values(cfg: Config) -> None:
+    missing = OmegaConf.missing_keys(cfg)
+    if missing:
+        raise ConfigError(f"{', '.join(sorted(missing))}: no value; a group or a preset should set it")
+    for key, allowed in CHOICES.items():
+        value = OmegaConf.select(cfg, key)
+        if value not in allowed:
+            raise ConfigError(f"{key}={value}: allowed are {', '.join(allowed)}")
+    for key, least in AT_LEAST.items():
+        value = OmegaConf.select(cfg, key)
+        if value is not None and not value >= least:
+            raise ConfigError(f"{key}={value}: must be at least {least}")
+    for key, value in (
+        ("data.val_fraction", cfg.data.val_fraction),
+        ("optim.betas[0]", cfg.optim.betas[0] if len(cfg.optim.betas) == 2 else None),
+        ("optim.betas[1]", cfg.optim.betas[-1] if len(cfg.optim.betas) == 2 else None),
+        ("optim.muon_momentum", cfg.optim.muon_momentum),
+    ):
+        if value is None:
+            raise ConfigError(f"optim.betas={list(cfg.optim.betas)}: must be two numbers")
+        if not 0 <= value < 1:
+            raise ConfigError(f"{key}={value}: must be in [0, 1)")
+    if not 0 <= cfg.optim.schedule.min_lr_ratio <= 1:
+        raise ConfigError(f"optim.schedule.min_lr_ratio={cfg.optim.schedule.min_lr_ratio}: must be in [0, 1]")
+    if cfg.steps is None and cfg.tokens is None:
+        raise ConfigError("steps=null and tokens=null: give the length of the run in one of the two")
+
+
+def _check_model(cfg: Config) -> None:
+    m = cfg.model
+    if m.d_model % m.n_heads or (m.d_model // m.n_heads) % 2:
+        raise ConfigError(
+            f"model.d_model={m.d_model} model.n_heads={m.n_heads}: d_model must be n_heads times an even head width"
+        )
+    if m.n_heads % m.n_kv_heads:
+        raise ConfigError(f"model.n_kv_heads={m.n_kv_heads} does not divide model.n_heads={m.n_heads}")
+    dense = cfg.ffn.kind.startswith("dense")
+    if dense and cfg.ffn.l1.coef:
+        raise ConfigError(
+            f"ffn.l1.coef={cfg.ffn.l1.coef} with ffn.kind={cfg.ffn.kind}: L1 needs ffn=sparse or sparse_nongated"
+        )
+    if dense and cfg.ffn.impl == "triton":
+        raise ConfigError(f"ffn.impl=triton with ffn.kind={cfg.ffn.kind}: only the sparse kinds have Triton kernels")
+
+
+def _check_data(cfg: Config) -> None:
+    d = cfg.data
+    if d.source in ("text", "jsonl", "shards") and not d.paths:
+        raise ConfigError(f"data.source={d.source} needs data.paths=[...]: files, folders or globs")
+    if d.source == "hf" and not d.hf_path:
+        raise ConfigError("data.source=hf needs data.hf_path=..., a dataset on the Hub or a builder such as parquet")
+    if d.streaming and d.source != "hf":
+        raise ConfigError(f"data.streaming=true with data.source={d.source}: only data.source=hf streams")
+    if d.streaming and d.tokenizer == "bpe":
+        raise ConfigError(
+            "data.tokenizer=bpe with data.streaming=true: a BPE is trained on prepared text; name a tiktoken encoding"
+        )
+
+
+def _check_schedule(cfg: Config) -> None:
+    s = cfg.optim.schedule
+    ramps = s.warmup + (s.decay if s.kind == "wsd" else 0)
+    # Only against a horizon that was asked for: a short trial of a preset may end within its warm-up.
+    if s.horizon is not None and ramps > s.horizon:
+        raise ConfigError(
+            f"optim.schedule.horizon={s.horizon} is shorter than optim.schedule.warmup={s.warmup}"
+            + (f" + optim.schedule.decay={s.decay}" if s.kind == "wsd" else "")
+            + "; the horizon counts from the start of the run and includes both"
+        )
