@@ -1,0 +1,104 @@
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from twell import parallel
+
+ROOT = Path(parallel.__file__).parent.parent
+
+TWO_RANKS = """
+import sys, torch
+from twell import parallel
+ranks = parallel.start("cpu")
+assert ranks.world_size == 2 and ranks.is_main == (ranks.rank == 0)
+assert parallel.sum_over_ranks(torch.tensor(ranks.rank + 1.0)) == 3
+assert parallel.max_over_ranks(torch.tensor(ranks.rank + 1.0)) == 2
+assert parallel.from_main(("a", ranks.rank)) == ("a", 0)
+order = []
+with parallel.main_first(ranks):
+    order.append(ranks.rank)
+net = torch.nn.Linear(1, 1, bias=False)
+net.weight.data.fill_(1.0)
+wrapped = parallel.distribute(net, ranks)
+for last in (False, True):
+    with parallel.gradient_sync(wrapped, last):
+        wrapped(torch.full((1, 1), float(ranks.rank))).sum().backward()
+    expected = (0.0 + 1.0) / 2 * 2 if last else float(ranks.rank)
+    assert net.weight.grad.item() == expected, (ranks.rank, last, net.weight.grad)
+if sys.argv[1] == "fail":
+    with parallel.main_first(ranks):
+        raise ValueError("main is broken")
+parallel.finish()
+"""
+
+
+def torchrun(script: str, *args: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script, *args]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.slow
+def test_two_ranks_reduce_share_and_average_gradients(tmp_path):
+    script = tmp_path / "two.py"
+    script.write_text(TWO_RANKS)
+    done = torchrun(str(script), "work")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_a_failure_on_the_main_rank_ends_the_others_too(tmp_path):
+    script = tmp_path / "two.py"
+    script.write_text(TWO_RANKS)
+    done = torchrun(str(script), "fail")
+    assert done.returncode != 0 and "main is broken" in done.stderr
+
+
+def test_one_process_needs_no_setup():
+    ranks = parallel.start("cpu")
+    assert (ranks.rank, ranks.world_size, ranks.device.type) == (0, 1, "cpu")
+    net = torch.nn.Linear(1, 1)
+    assert parallel.distribute(net, ranks) is net
+    assert parallel.from_main("x") == "x"
+    assert parallel.sum_over_ranks(torch.tensor(2.0)) == 2
+
+
+def test_errors_of_the_main_rank_pass_through():
+    with pytest.raises(KeyError), parallel.main_first(parallel.start("cpu")):
+        raise KeyError("x")
+
+
+@pytest.fixture
+def handlers():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_asks_to_stop(handlers, number):
+    requested = parallel.stop_requests()
+    assert not requested()
+    os.kill(os.getpid(), number)
+    assert requested()
+
+
+def test_a_second_interrupt_ends_the_process(handlers):
+    parallel.stop_requests()
+    os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        signal.pause()
+
+
+def test_world_size_comes_from_the_environment(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert parallel.world_size_from_environment() == 1
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert parallel.world_size_from_environment() == 8

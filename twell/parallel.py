@@ -1,0 +1,145 @@
+"""Processes and devices: the one file that knows about ranks.
+
+One process needs no setup; under torchrun each process reads RANK, LOCAL_RANK and WORLD_SIZE, joins a process group
+(NCCL on GPUs, gloo on CPU) and the model is wrapped in DistributedDataParallel.
+"""
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # data preparation on rank 0 makes the others wait
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place among all processes of the run."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def world_size_from_environment() -> int:
+    """Number of processes that torchrun started (1 without torchrun), known before anything is initialised."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def start(device: str) -> Ranks:
+    """Join the process group if torchrun started this process, and pick its device.
+
+    Args:
+        device: "auto", "cpu" or "cuda", as in the config.
+    """
+    use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if use_cuda:
+        torch.cuda.set_device(local_rank)
+    place = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    if "RANK" in os.environ and not dist.is_initialized():
+        dist.init_process_group("nccl" if use_cuda else "gloo", timeout=COLLECTIVE_TIMEOUT)
+    if not dist.is_initialized():
+        return Ranks(0, 1, place)
+    return Ranks(dist.get_rank(), dist.get_world_size(), place)
+
+
+def finish() -> None:
+    """Leave the process group together, so that a following run of the same process starts clean.
+
+    Without the barrier a rank that leaves early takes gloo's connections down under the others, which then now and
+    then abort at exit.
+    """
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def distribute(model: nn.Module, ranks: Ranks) -> nn.Module:
+    """`model` with its gradients averaged over ranks in backward; unchanged on one process."""
+    if ranks.world_size == 1:
+        return model
+    devices = [ranks.device.index] if ranks.device.type == "cuda" else None
+    # The only buffer is the table of rotary angles, equal everywhere.
+    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False)
+
+
+def gradient_sync(model: nn.Module, last_micro_step: bool) -> contextlib.AbstractContextManager:
+    """Context for one forward and backward: gradients cross ranks only on the last micro-step."""
+    if isinstance(model, DistributedDataParallel) and not last_micro_step:
+        return model.no_sync()
+    return contextlib.nullcontext()
+
+
+def sum_over_ranks(value: Tensor) -> Tensor:
+    """`value` summed over ranks, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(value, dist.ReduceOp.SUM)
+    return value
+
+
+def max_over_ranks(value: Tensor) -> Tensor:
+    """Elementwise maximum of `value` over ranks, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value
+
+
+def from_main(value: Any) -> Any:
+    """The main rank's `value` (any picklable object) on every rank."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+@contextlib.contextmanager
+def main_first(ranks: Ranks) -> Iterator[None]:
+    """The main rank runs the block alone, then the others run it and find its work done.
+
+    An error on the main rank is raised on every rank, so that nobody waits for a process that has gone.
+    """
+    if ranks.is_main:
+        failure = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+            raise
+        finally:
+            from_main(None if failure is None else f"{type(failure).__name__}: {failure}")
+    else:
+        failure = from_main(None)
+        if failure is not None:
+            raise SystemExit(1)  # the main rank prints why
+        yield
+
+
+def stop_requests() -> Callable[[], bool]:
+    """Catch SIGTERM and Ctrl-C from now on; the result says whether one has come.
+
+    The loop asks once per optimizer step, saves and leaves. A second signal ends the process at once.
+    """
+    received: list[int] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
+    return lambda: bool(received)

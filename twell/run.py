@@ -1,0 +1,127 @@
+"""The run's folder: its name, what is in it, and whether a new start continues it.
+
+runs/NAME/  config.yaml  metrics.jsonl  train.log  tokenizer/  checkpoints/  wandb/
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from twell import checkpoint
+from twell.config import Config, ConfigError
+
+# Overrides that do not make another experiment: they stay out of the automatic name.
+NOT_IN_NAME = (
+    "name",
+    "out",
+    "resume",
+    "device",
+    "profile",
+    "wandb.",
+    "log.",
+    "eval.",
+    "checkpoint.",
+    "data.workers",
+    "data.dir",
+)
+LONGEST_NAME = 100
+# The groups are in the name already, by the preset they chose.
+GROUPS = ("model", "ffn", "data")
+# What a checkpoint depends on: another value would make it another run.
+FIXED_ON_RESUME = (
+    "model", "ffn.kind", "ffn.d_ff", "data.source", "data.paths", "data.field", "data.hf_path", "data.hf_name",
+    "data.hf_split", "data.streaming", "data.tokenizer", "data.bpe_vocab_size", "data.val_fraction",
+    "data.mask_documents", "batch.tokens", "optim.kind", "seed",
+)  # fmt: skip
+
+
+@dataclass
+class Progress:
+    """How far a run has come; part of every checkpoint."""
+
+    step: int = 0  # optimizer steps done
+    tokens: int = 0  # training tokens seen
+    skipped: int = 0  # steps whose update was left out because something was not finite
+    train_seconds: float = 0.0  # time in training steps, over all starts of the run
+    val_loss: float | None = None  # of the last validation
+    val_step: int | None = None
+    best_loss: float | None = None  # lowest validation loss among the steps that have a checkpoint
+    best_step: int | None = None
+
+    def note_checkpoint(self) -> None:
+        """Call before saving: is this the best checkpoint so far?"""
+        validated = self.val_step == self.step and self.val_loss is not None
+        if validated and (self.best_loss is None or self.val_loss < self.best_loss):
+            self.best_loss, self.best_step = self.val_loss, self.step
+
+
+def run_name(cfg: Config, overrides: Sequence[str]) -> str:
+    """`name`, or MODEL-FFN-DATA followed by the other overrides of the command line.
+
+    The same command gives the same name, so that starting it again resumes it.
+    """
+    if cfg.name is not None:
+        if cfg.name in ("", ".", "..") or "/" in cfg.name:
+            raise ConfigError(f"name={cfg.name}: must be a plain folder name; `out` says where runs lie")
+        return cfg.name
+    parts = [cfg.model.name, cfg.ffn.kind, cfg.data.name]
+    for override in sorted(overrides):
+        key, _, value = override.lstrip("+~").partition("=")
+        if key not in GROUPS and not key.startswith(NOT_IN_NAME):
+            parts.append(f"{key.split('.')[-1]}={value}")
+    full = "-".join(parts)
+    name = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in full)
+    if len(name) <= LONGEST_NAME:
+        return name
+    return f"{name[:LONGEST_NAME]}-{hashlib.sha256(full.encode()).hexdigest()[:8]}"
+
+
+def open_run(cfg: Config, name: str, log: Callable[[str], None]) -> tuple[Path, dict | None]:
+    """Make or find the run's folder (call it on the main rank only).
+
+    Returns the folder and the meta of the checkpoint to continue from, None for a fresh start. `resume=never` moves
+    an existing folder of that name aside.
+    """
+    run = Path(cfg.out) / name
+    if cfg.resume == "never" and run.exists():
+        aside = next(p for i in range(1, 10_000) if not (p := run.with_name(f"{name}.old-{i}")).exists())
+        os.replace(run, aside)
+        log(f"resume=never: the earlier run is now {aside}")
+    run.mkdir(parents=True, exist_ok=True)
+    checkpoint.remove_unfinished(run, log)
+    steps = checkpoint.valid_steps(run)
+    meta = checkpoint.read_meta(run, steps[-1]) if steps else None
+    if meta is not None:
+        _compare_configs(run, meta["config"], OmegaConf.to_container(cfg, resolve=True), log)
+    OmegaConf.save(cfg, run / "config.yaml", resolve=True)
+    return run, meta
+
+
+def _compare_configs(run: Path, before: dict, now: dict, log: Callable[[str], None]) -> None:
+    """Refuse to continue another experiment's checkpoint; report what else has changed."""
+    old, new = _flat(before), _flat(now)
+    changed = [key for key in new if old.get(key) != new[key]]
+    for key in changed:
+        if key in FIXED_ON_RESUME or key.split(".")[0] in FIXED_ON_RESUME:
+            raise ConfigError(
+                f"{key}={new[key]}: {run} was started with {old.get(key)}; "
+                "give this experiment another name=..., or start over with resume=never"
+            )
+    shown = [key for key in changed if not key.startswith(NOT_IN_NAME)]
+    if shown:
+        log("changed since the checkpoint: " + ", ".join(f"{key} {old.get(key)} -> {new[key]}" for key in shown))
+
+
+def _flat(tree: dict, prefix: str = "") -> dict:
+    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    flat = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat.update(_flat(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat
