@@ -1,0 +1,148 @@
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training import compose_config
+from twell import tracking
+from twell.tracking import METRICS, StopWatch, Tracker, console_line, format_seconds, peak_flops
+
+README = Path(tracking.__file__).parent.parent / "README.md"
+
+
+@pytest.fixture
+def start(tmp_path):
+    opened = []
+
+    def make(*overrides, step=0, is_main=True, wandb_id=None):
+        cfg = compose_config("wandb.mode=disabled", *overrides)
+        tracker = Tracker(cfg, tmp_path, is_main=is_main, total_steps=10, wandb_id=wandb_id, step=step)
+        opened.append(tracker)
+        return tracker
+
+    yield make
+    for tracker in opened:
+        tracker.close()
+
+
+def records(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_records_are_written_at_once_and_nan_becomes_null(start, tmp_path):
+    start().record(1, 100, {"train/loss": math.nan, "train/lr": 0.5, "perf/mfu": None})
+    (record,) = records(tmp_path)
+    assert (record["step"], record["tokens"], record["train/loss"], record["train/lr"]) == (1, 100, None, 0.5)
+    assert record["perf/mfu"] is None
+
+
+def test_only_documented_metrics_can_be_logged(start):
+    tracker = start()
+    tracker.record(1, 1, {"sparsity/l0/layer_07": 1.0})
+    with pytest.raises(KeyError, match="train/los"):
+        tracker.record(1, 1, {"train/los": 1.0})
+
+
+def test_resuming_drops_later_records_and_a_torn_line(start, tmp_path):
+    first = start()
+    for step in range(1, 6):
+        first.record(step, step, {"train/loss": 1.0})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "tok')
+    start(step=3).record(4, 4, {"train/loss": 2.0})
+    assert [(r["step"], r["train/loss"]) for r in records(tmp_path)] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
+
+
+def test_other_ranks_write_nothing(start, tmp_path, capsys):
+    tracker = start(is_main=False)
+    tracker.record(1, 1, {"train/loss": 1.0})
+    tracker.print("hello")
+    assert list(tmp_path.iterdir()) == [] and capsys.readouterr().out == ""
+
+
+def test_console_lines_go_to_the_log_file_too(start, tmp_path, capsys):
+    start().print("hello")
+    assert capsys.readouterr().out == "hello\n" and (tmp_path / "train.log").read_text() == "hello\n"
+
+
+def test_without_wandb_training_goes_on_saying_so_once(start, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    start("wandb.mode=online").record(1, 1, {"train/loss": 1.0})
+    assert capsys.readouterr().out.count("not installed") == 1 and len(records(tmp_path)) == 1
+
+
+def test_auto_mode_without_a_key_is_offline_and_never_prompts(start, tmp_path, monkeypatch, capsys):
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))  # no .netrc there
+    tracker = start("wandb.mode=auto")
+    tracker.record(1, 1, {"train/loss": 1.0})
+    tracker.close()
+    assert "wandb: offline" in capsys.readouterr().out
+    assert len(list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))) == 1
+
+
+@pytest.mark.slow
+def test_an_unreachable_server_means_offline(start, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(tracking, "WANDB_TIMEOUT", 3)
+    tracker = start("wandb.mode=auto")
+    tracker.record(1, 1, {"train/loss": 1.0})
+    tracker.close()
+    printed = capsys.readouterr().out
+    assert "wandb: online failed" in printed and "wandb: offline;" in printed
+    assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+
+
+def test_wandb_id_is_kept_over_a_resume(start):
+    assert start("wandb.mode=offline", wandb_id="abc123").wandb_id == "abc123"
+    assert start(wandb_id="abc123").wandb_id == "abc123"
+
+
+def test_unknown_hardware_has_no_peak(monkeypatch):
+    assert peak_flops(torch.device("cpu")) is None
+    for name, flops in (("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("Some New Card", None)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert peak_flops(torch.device("cuda", 0)) == flops
+
+
+def test_console_line_says_na_for_unknown_mfu_and_shows_l0():
+    values = {
+        "train/loss": 1.5,
+        "train/lr": 1e-3,
+        "train/grad_norm": 0.5,
+        "perf/tokens_per_second": 12345.6,
+        "perf/mfu": None,
+        "perf/memory_gb": 1.0,
+    }
+    line = console_line(3, 10, values, 61)
+    assert (
+        "step 3/10" in line and "12,346 tok/s" in line and "MFU n/a" in line and "ETA 1:01" in line and "L0" not in line
+    )
+    sparse = {"sparsity/l0_mean": 30.0, "sparsity/density": 0.0053, "sparsity/l0_max": 99.0}
+    assert "L0 30.0 (0.53%, max 99)" in console_line(3, 10, values | sparse, 61)
+    assert "MFU 47.1%" in console_line(3, 10, values | {"perf/mfu": 0.471}, 61)
+
+
+def test_format_seconds():
+    assert [format_seconds(s) for s in (5, 65, 3723)] == ["0:05", "1:05", "1:02:03"]
+
+
+def test_stop_watch_counts_only_between_start_and_stop(monkeypatch):
+    times = iter([0.0, 1.0, 10.0, 12.0])
+    monkeypatch.setattr(tracking.time, "perf_counter", lambda: next(times))
+    watch = StopWatch()
+    for _ in range(2):
+        watch.start()
+        watch.stop()
+    assert watch.take() == (3.0, 2) and watch.take() == (0.0, 0)
+
+
+def test_readme_documents_every_metric():
+    documented = set(re.findall(r"`([a-z0-9_]+/[a-z0-9_/{}]+)`", README.read_text()))
+    assert set(METRICS) - {"step", "tokens"} <= documented

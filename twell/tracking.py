@@ -1,0 +1,293 @@
+"""Where the numbers of a run go: console, metrics.jsonl (always), wandb (when it can).
+
+METRICS documents every key; a key that is not there cannot be logged. A number that cannot be known (MFU on unknown
+hardware) is logged as null, so that every run has the same keys.
+"""
+
+import json
+import math
+import netrc
+import os
+import shutil
+import sys
+import time
+import urllib.parse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from omegaconf import OmegaConf
+
+from twell.config import Config
+
+METRICS = {
+    "step": "optimizer steps done",
+    "tokens": "training tokens seen: the x-axis of every wandb panel",
+    "train/loss": "cross-entropy in nats per counted token, mean since the last record",
+    "train/l1": "L1 of the FFN activations as ffn.l1.norm defines it, mean since the last record (0 for dense kinds)",
+    "train/l1_coef": "coefficient of the L1 term at this step",
+    "train/lr": "learning rate of AdamW at this step",
+    "train/grad_norm": "global gradient norm before clipping, at this step",
+    "train/epoch": "passes over the training split",
+    "train/skipped_steps": "steps skipped so far because the loss or the gradient norm was not finite",
+    "val/loss": "cross-entropy in nats per token on the fixed validation windows",
+    "val/perplexity": "exp(val/loss)",
+    "val/bits_per_byte": "the same loss in bits per byte of text: comparable between tokenizers",
+    "val/unigram_loss": "what a unigram count of the training tokens reaches on the same windows, nats per token",
+    "val/order3_bits_per_byte": "what a byte count table with three bytes of context reaches there (bytes tokenizer)",
+    "val/sample": "text sampled from the model at the validation",
+    "sparsity/l0_mean": "active neurons per token, mean over layers, since the last record",
+    "sparsity/l0_max": "most active neurons of any token in any layer since the last record",
+    "sparsity/density": "sparsity/l0_mean / d_ff",
+    "sparsity/dead_share": "share of all neurons that are dead (see twell/sparsity.py)",
+    "sparsity/l0/layer_{i}": "active neurons per token in layer i, counted from 00",
+    "sparsity/l0_max/layer_{i}": "most active neurons of any token in layer i",
+    "sparsity/dead_share/layer_{i}": "share of dead neurons in layer i",
+    "perf/tokens_per_second": "over all ranks, validation and checkpoints not counted",
+    "perf/step_ms": "milliseconds per optimizer step, likewise",
+    "perf/mfu": "model FLOPs utilisation: dense-equivalent FLOPs over the peak of the GPUs; null on unknown hardware",
+    "perf/data_wait_share": "share of step time spent waiting for data",
+    "perf/host_read_share": "share of step time between the end of the device's work and the host's answer to it",
+    "perf/memory_gb": "peak memory of the GPU allocator on rank 0, or resident memory of the process on CPU, 1e9 bytes",
+    "perf/train_seconds": "seconds spent in training steps since the run was first started",
+}
+
+WANDB_TIMEOUT = 30  # seconds to wait for the server before logging offline
+
+# Dense bf16 tensor-core peak in FLOP/s, from the vendor's datasheets; matched against the device's name in this order.
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "B100": 1750e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "A6000": 155e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "RTX 5090": 209e12,
+}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Peak dense bf16 FLOP/s of one device, None if it is not in the table."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
+
+
+def memory_gb(device: torch.device) -> float:
+    """Peak allocated GPU memory since the last reset, or the resident memory of this process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e9
+
+
+class StopWatch:
+    """Adds up the time of training steps; what happens between `stop` and `start` is not counted."""
+
+    def __init__(self):
+        self._started = 0.0
+        self._seconds, self._steps = 0.0, 0
+
+    def start(self) -> None:
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        self._seconds += time.perf_counter() - self._started
+        self._steps += 1
+
+    def take(self) -> tuple[float, int]:
+        """Seconds and steps since the last call."""
+        taken = self._seconds, self._steps
+        self._seconds, self._steps = 0.0, 0
+        return taken
+
+
+class Tracker:
+    """Writes records on the main rank; on the other ranks every method does nothing."""
+
+    def __init__(self, cfg: Config, run: Path, *, is_main: bool, total_steps: int, wandb_id: str | None, step: int):
+        """Open the run's files, dropping records later than `step`, which a resumed run will write again."""
+        self.run = run
+        self.is_main = is_main
+        self.total_steps = total_steps
+        self.wandb = None
+        self.wandb_id = wandb_id
+        if not is_main:
+            return
+        self._log_file = open(run / "train.log", "a")  # noqa: SIM115 - open as long as the run
+        self._metrics_file = _open_metrics(run / "metrics.jsonl", step)
+        self._bar_shown = False
+        self.wandb = _start_wandb(cfg, run, wandb_id, self.print)
+        if self.wandb is not None:
+            self.wandb_id = self.wandb.id
+
+    def print(self, text: str) -> None:
+        """One line on the console and in train.log."""
+        if not self.is_main:
+            return
+        self._clear_bar()
+        print(text, flush=True)
+        self._log_file.write(text + "\n")
+        self._log_file.flush()
+
+    def record(self, step: int, tokens: int, values: dict[str, Any]) -> None:
+        """Append one record to metrics.jsonl and wandb; keys are those of METRICS."""
+        if not self.is_main:
+            return
+        unknown = [key for key in values if _documented_name(key) not in METRICS]
+        if unknown:
+            raise KeyError(f"{unknown}: not in twell.tracking.METRICS; document a metric before logging it")
+        line = {"step": step, "tokens": tokens, "time": round(time.time(), 3), **values}
+        self._metrics_file.write(json.dumps(_without_nan(line)) + "\n")
+        self._metrics_file.flush()
+        if self.wandb is not None:
+            self.wandb.log({key: value for key, value in line.items() if key != "time"})
+
+    def progress(self, step: int) -> None:
+        """Redraw the progress bar, on a terminal only."""
+        if not self.is_main or not sys.stdout.isatty():
+            return
+        width = max(10, min(40, shutil.get_terminal_size().columns - 30))
+        done = round(width * step / self.total_steps)
+        sys.stdout.write(f"\r[{'█' * done}{' ' * (width - done)}] {step}/{self.total_steps} ")
+        sys.stdout.flush()
+        self._bar_shown = True
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        if not self.is_main:
+            return
+        self._clear_bar()
+        self._metrics_file.close()
+        self._log_file.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+    def _clear_bar(self) -> None:
+        if self._bar_shown:
+            sys.stdout.write("\r\033[K")
+            self._bar_shown = False
+
+
+def console_line(step: int, total_steps: int, values: dict[str, Any], eta_seconds: float) -> str:
+    """The line that a logging interval prints."""
+    mfu = values["perf/mfu"]
+    parts = [
+        f"step {step}/{total_steps}",
+        f"loss {values['train/loss']:.4f}",
+        f"lr {values['train/lr']:.2e}",
+        f"norm {values['train/grad_norm']:.2f}",
+        f"{values['perf/tokens_per_second']:,.0f} tok/s",
+        f"MFU {'n/a' if mfu is None else f'{mfu:.1%}'}",
+        f"{values['perf/memory_gb']:.1f} GB",
+        f"ETA {format_seconds(eta_seconds)}",
+    ]
+    if values.get("sparsity/l0_mean") is not None:
+        mean, density = values["sparsity/l0_mean"], values["sparsity/density"]
+        parts.insert(2, f"L0 {mean:.1f} ({density:.2%}, max {values['sparsity/l0_max']:.0f})")
+    return "  ".join(parts)
+
+
+def validation_line(step: int, values: dict[str, Any]) -> str:
+    """The lines that a validation prints: the model's losses beside what counting reaches, and the sample."""
+    text = (
+        f"step {step}  validation loss {values['val/loss']:.4f} (unigram {values['val/unigram_loss']:.4f})  "
+        f"perplexity {values['val/perplexity']:.2f}  bits per byte {values['val/bits_per_byte']:.4f}"
+    )
+    if values["val/order3_bits_per_byte"] is not None:
+        text += f" (order-3 byte table {values['val/order3_bits_per_byte']:.4f})"
+    if "val/sample" in values:
+        text += f"\n  sample: {values['val/sample']!r}"
+    return text
+
+
+def format_seconds(seconds: float) -> str:
+    """1:02:03, or 2:03 below an hour."""
+    minutes, second = divmod(round(seconds), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute}:{second:02d}"
+
+
+def _documented_name(key: str) -> str:
+    return key.rstrip("0123456789") + "{i}" if "/layer_" in key else key
+
+
+def _without_nan(record: dict[str, Any]) -> dict[str, Any]:
+    """JSON knows no NaN and no infinity: null, so that any reader can parse the file."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+
+
+def _open_metrics(path: Path, step: int) -> TextIO:
+    """Open metrics.jsonl for appending, keeping only whole records up to `step`."""
+    if path.exists():
+        kept = [line for line in path.read_text().splitlines() if _step_of(line) is not None and _step_of(line) <= step]
+        replacement = path.with_suffix(".tmp")
+        replacement.write_text("".join(f"{line}\n" for line in kept))
+        os.replace(replacement, path)
+    return open(path, "a")
+
+
+def _step_of(line: str) -> int | None:
+    """The step of a record, None for a line that a kill cut short."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError):
+        return None
+
+
+def _start_wandb(cfg: Config, run: Path, wandb_id: str | None, log: Callable[[str], None]) -> Any:
+    """A wandb run, or None; says once, in one line, what it decided. Never prompts, never stops the run."""
+    mode = cfg.wandb.mode
+    if mode == "disabled":
+        return None
+    try:
+        import wandb
+    except ImportError:
+        log("wandb: not installed, so metrics go to metrics.jsonl only (pip install wandb)")
+        return None
+    if mode == "auto":
+        mode = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
+    options = {
+        "id": wandb_id,
+        "resume": "allow" if wandb_id else None,
+        "name": run.name,
+        "dir": str(run),
+        "project": cfg.wandb.project,
+        "entity": cfg.wandb.entity,
+        "group": cfg.wandb.group or f"{cfg.model.name}-{cfg.data.name}",
+        "tags": [cfg.model.name, cfg.ffn.kind, cfg.data.name, cfg.optim.kind, *cfg.wandb.tags],
+        "config": OmegaConf.to_container(cfg, resolve=True),
+    }
+    for attempt in dict.fromkeys([mode, "offline"]):
+        try:
+            settings = wandb.Settings(silent=True, console="off", init_timeout=WANDB_TIMEOUT)
+            handle = wandb.init(mode=attempt, settings=settings, **options)
+            handle.define_metric("tokens")
+            handle.define_metric("*", step_metric="tokens")
+        except Exception as error:  # whatever wandb raises, a dashboard must not cost the run
+            log(f"wandb: {attempt} failed: {str(error).splitlines()[0]}")
+        else:
+            hint = f"; `wandb sync {Path(handle.dir).parent}` uploads it" if attempt == "offline" else ""
+            log(f"wandb: {attempt}{hint}")
+            return handle
+    return None
+
+
+def _has_wandb_key() -> bool:
+    """Whether a key is configured, without asking wandb, which might prompt."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urllib.parse.urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        return netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
