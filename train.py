@@ -1,0 +1,228 @@
+"""Pretrain a Transformer, dense or sparse, from text to checkpoint.
+
+    python train.py                                          # sparse, on Python's own source: minutes on a CPU
+    python train.py ffn=dense_relu                           # its dense twin
+    python train.py model=124m ffn=sparse data=fineweb_edu   # one GPU
+    torchrun --nproc_per_node=8 train.py model=124m ffn=sparse data=fineweb_edu
+    python train.py -m ffn.l1.coef=0,1e-4,1e-3               # a sweep
+
+Keys are documented in twell/config.py, metrics in twell/tracking.py. Everything of a run lies in runs/NAME/; the same
+command started again continues it.
+"""
+
+import math
+from dataclasses import asdict
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from data.baselines import reference_losses
+from data.loader import IGNORE, Loader, validation_batches
+from data.prepare import prepare
+from data.stream import StreamLoader
+from twell import checkpoint, parallel
+from twell.config import Config, accumulation_steps, hydra_main, padded_vocab_size, total_steps, validate
+from twell.errors import UserError
+from twell.evaluate import validate_model
+from twell.generate import sample_text
+from twell.hostread import HostRead
+from twell.model import Transformer
+from twell.optim import Schedule, build_optimizer, clip_and_scale, optimizer_state, set_lr
+from twell.profiling import Profiler
+from twell.run import Progress, open_run, run_name
+from twell.sparsity import SparsityMeter, l1_coefficient, l1_weight
+from twell.tracking import StopWatch, Tracker, console_line, memory_gb, peak_flops, validation_line
+
+
+@hydra_main
+def main(cfg: Config) -> None:
+    # ---- Everything that can be refused is refused here, before any work.
+    validate(cfg, parallel.world_size_from_environment())
+    name = run_name(cfg, HydraConfig.get().overrides.task)
+    ranks = parallel.start(cfg.device)
+    stop_requested = parallel.stop_requests()
+    torch.manual_seed(cfg.seed + ranks.rank)
+
+    # ---- Run folder and data: the main rank makes them, the others find them.
+    run, resumed = None, None
+    with parallel.main_first(ranks):
+        if ranks.is_main:
+            run, resumed = open_run(cfg, name, print)
+        prepared = prepare(cfg.data, val_tokens=cfg.eval.tokens)
+        if ranks.is_main:
+            prepared.tokenizer.save(run / "tokenizer")
+    run, resumed = parallel.from_main((run, resumed))
+    tokenizer = prepared.tokenizer
+
+    # ---- Model. `model` is what is saved, loaded and sampled from; `forward`, compiled and wrapped, is what is called.
+    is_cuda = ranks.device.type == "cuda"
+    bf16 = cfg.dtype == "bf16" or (cfg.dtype == "auto" and is_cuda)
+    compute_dtype = torch.bfloat16 if bf16 else torch.float32
+    vocab_size = padded_vocab_size(cfg, tokenizer.n_vocab)
+    model = Transformer(cfg.model, cfg.ffn, vocab_size, tokenizer.n_vocab, compute_dtype)
+    model.init_weights(cfg.seed)
+    model.to(ranks.device)
+    use_compile = is_cuda if cfg.compile is None else cfg.compile
+    forward = torch.compile(model, fullgraph=True, dynamic=False) if use_compile else model
+    forward = parallel.distribute(forward, ranks)
+
+    # ---- Optimizer and schedule. The schedule's end is fixed when the run is first started: a longer run does not
+    # stretch it unless optim.schedule.horizon says so.
+    optimizers = build_optimizer(model, cfg.optim, ranks.device)
+    steps = total_steps(cfg)
+    own_horizon = steps * (cfg.batch.tokens if cfg.optim.schedule.unit == "tokens" else 1)
+    horizon = cfg.optim.schedule.horizon or (resumed["horizon"] if resumed else own_horizon)
+    schedule = Schedule(cfg.optim.schedule, horizon)
+
+    # ---- Batches: the tokens of a step depend on (seed, step) alone; validation windows are always the same.
+    shape = {"seq_len": cfg.model.seq_len, "micro": cfg.batch.micro, "mask_documents": cfg.data.mask_documents}
+    place = {"device": ranks.device, "rank": ranks.rank, "world_size": ranks.world_size}
+    batch_sequences = cfg.batch.tokens // cfg.model.seq_len
+    if cfg.data.streaming:
+        loader = StreamLoader(cfg.data, prepared, batch_sequences=batch_sequences, **shape, **place)
+    else:
+        loader = Loader(prepared, batch_sequences=batch_sequences, seed=cfg.seed, **shape, **place)
+    val_batches = validation_batches(prepared, tokens=cfg.eval.tokens, **shape, **place)
+    token_bytes = torch.from_numpy(tokenizer.token_bytes()).long().to(ranks.device)  # [n_vocab]
+
+    # ---- What a checkpoint holds; continue where the last one was taken.
+    meter = SparsityMeter(cfg.model.n_layers, cfg.ffn.d_ff, ranks.device, ranks.world_size)
+    saved = checkpoint.model_tensors(model) | optimizer_state(model, optimizers) | meter.state()
+    at = Progress(**resumed["progress"]) if resumed else Progress()
+    if resumed:
+        checkpoint.restore(run, at.step, saved, ranks.rank, ranks.device)
+        loader.load_state_dict(resumed["loader"])
+
+    # ---- Say what will happen.
+    wandb_id = resumed["wandb_id"] if resumed else None
+    tracker = Tracker(cfg, run, is_main=ranks.is_main, total_steps=steps, wandb_id=wandb_id, step=at.step)
+    log = tracker.print
+    n_micro = accumulation_steps(cfg, ranks.world_size)
+    log(f"{run}: {model.n_params:,} parameters, {model.n_params_without_embedding:,} without the embedding")
+    log(
+        f"{steps} steps of {cfg.batch.tokens:,} tokens = {ranks.world_size} ranks x {n_micro} micro-batches x "
+        f"{cfg.batch.micro} sequences x {cfg.model.seq_len}, on {ranks.device.type} in {compute_dtype}"
+    )
+    if resumed:
+        log(f"resuming from step {at.step}" + (", which was the last" if at.step >= steps else ""))
+    if horizon != own_horizon:
+        log(f"the schedule ends at {horizon} {cfg.optim.schedule.unit}; optim.schedule.horizon=N changes that")
+    reference = resumed["reference"] if resumed else None
+    if reference is None:  # what counting reaches on the validation windows of all ranks
+        reference = reference_losses(prepared, validation_batches(prepared, tokens=cfg.eval.tokens, **shape))
+    peak = peak_flops(ranks.device)
+    host_read = HostRead(ranks.device)
+    watch = StopWatch()
+    profiler = Profiler(run, cfg.profile if ranks.is_main else 0, log)
+    totals = torch.zeros(3, dtype=torch.float64, device=ranks.device)  # nats, L1, tokens since the last record
+    nonfinite_in_a_row, waited, stop = 0, 0.0, False
+
+    # ---- The loop: one iteration is one optimizer step.
+    while at.step < steps and not stop:
+        watch.start()
+        set_lr(optimizers, schedule.factor(at.step + 1, at.tokens + cfg.batch.tokens))
+        l1_scale = l1_weight(cfg.ffn, cfg.model.n_layers, at.step)
+        sums = torch.zeros_like(totals)  # nats, L1, counted tokens of this step
+        batches = loader.next()
+        for i, batch in enumerate(batches):
+            with parallel.gradient_sync(forward, last_micro_step=i == len(batches) - 1):
+                out = forward(batch.tokens, batch.targets, batch.doc_ids)
+                # Divided by a constant; how many tokens really counted is known, on the device, when all are done.
+                ((out.loss_sum + l1_scale * out.l1_sum) * (ranks.world_size / cfg.batch.tokens)).backward()
+            n_counted = (batch.targets != IGNORE).sum()
+            sums += torch.stack([out.loss_sum.detach(), out.l1_sum.detach(), n_counted])
+            if out.stats is not None:
+                meter.update(out.stats, n_counted)
+        parallel.sum_over_ranks(sums)
+        grad_norm = clip_and_scale(model.parameters(), (cfg.batch.tokens / sums[2]).float(), cfg.optim.clip)
+
+        # The one host read of the step: may the optimizer run, and shall we stop?
+        word = host_read.read(sums[:2].isfinite().all() & grad_norm.isfinite(), stop_requested())
+        stop = word.stop
+        if word.nonfinite:
+            nonfinite_in_a_row += 1
+            at.skipped += 1
+            log(f"step {at.step + 1}: the loss or the gradient norm is not finite; the weights stay as they are")
+        else:
+            nonfinite_in_a_row = 0
+            totals += sums
+            for optimizer in optimizers:
+                optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        at.step += 1
+        at.tokens += cfg.batch.tokens
+        watch.stop()
+        profiler.step()
+        tracker.progress(at.step)
+        if nonfinite_in_a_row == cfg.max_nonfinite:
+            raise UserError(f"{nonfinite_in_a_row} steps in a row were not finite (max_nonfinite); lower optim.lr")
+        ending = stop or at.step == steps
+        saving = ending or at.step % cfg.checkpoint.interval == 0
+
+        # ---- Log: also before every checkpoint, so that a resumed run starts with empty sums.
+        if saving or at.step % cfg.log.interval == 0:
+            meter.merge(parallel.sum_over_ranks, parallel.max_over_ranks)
+            seconds, n_steps = watch.take()
+            at.train_seconds += seconds
+            nats, l1, counted = totals.tolist()
+            speed = n_steps * cfg.batch.tokens / seconds
+            l1_width = cfg.model.n_layers * (cfg.ffn.d_ff if cfg.ffn.l1.norm == "mean" else 1)
+            values = {
+                "train/loss": nats / counted if counted else math.nan,
+                "train/l1": l1 / counted / l1_width if counted else math.nan,
+                "train/l1_coef": l1_coefficient(cfg.ffn.l1, at.step - 1),
+                "train/lr": optimizers[0].param_groups[0]["lr"],
+                "train/grad_norm": grad_norm.item(),
+                "train/epoch": loader.epoch,
+                "train/skipped_steps": at.skipped,
+                "perf/tokens_per_second": speed,
+                "perf/step_ms": 1e3 * seconds / n_steps,
+                "perf/mfu": speed * model.flops_per_token() / (peak * ranks.world_size) if peak else None,
+                "perf/data_wait_share": (loader.wait_seconds - waited) / seconds,
+                "perf/host_read_share": host_read.take_seconds() / seconds,
+                "perf/memory_gb": memory_gb(ranks.device),
+                "perf/train_seconds": at.train_seconds,
+            }
+            if cfg.ffn.kind != "dense_silu":
+                values |= meter.summary()
+            tracker.record(at.step, at.tokens, values)
+            log(console_line(at.step, steps, values, eta_seconds=(steps - at.step) * seconds / n_steps))
+            totals.zero_()
+            meter.reset()
+            waited = loader.wait_seconds
+
+        # ---- Validate.
+        if at.step == steps or (at.step % cfg.eval.interval == 0 and not stop):
+            val = validate_model(forward, val_batches, token_bytes)
+            at.val_loss, at.val_step = val["val/loss"], at.step
+            if ranks.is_main and cfg.eval.sample_tokens:
+                val["val/sample"] = sample_text(model, tokenizer, cfg.eval.prompt, cfg.eval.sample_tokens, cfg.seed)
+            tracker.record(at.step, at.tokens, val | reference)
+            log(validation_line(at.step, val | reference))
+
+        # ---- Save.
+        if saving:
+            at.note_checkpoint()
+            meta = {"config": OmegaConf.to_container(cfg, resolve=True), "progress": asdict(at), "horizon": horizon}
+            meta |= {"loader": loader.state_dict(), "tokenizer": tokenizer.identity, "reference": reference}
+            meta |= {"wandb_id": tracker.wandb_id}
+            checkpoint.save(run, at.step, saved | checkpoint.rng_tensors(ranks.rank, ranks.device), meta)
+            if ranks.is_main:
+                checkpoint.prune(run, cfg.checkpoint.keep, at.best_step if cfg.checkpoint.best else None)
+            log(f"saved {checkpoint.folder(run, at.step)}")
+
+    # ---- The end: all steps done, or asked to stop (the same command continues).
+    if stop:
+        log(f"stopped at step {at.step} of {steps}; the same command continues")
+    profiler.close()
+    loader.close()
+    tracker.close()
+    parallel.finish()
+    if stop:
+        raise SystemExit(0)  # ends a sweep, too
+
+
+if __name__ == "__main__":
+    main()
