@@ -27,7 +27,7 @@ def environment(device: torch.device) -> dict[str, str | int]:
     if device.type != "cuda":
         return record | {"device": platform.processor() or platform.machine()}
     properties = torch.cuda.get_device_properties(device)
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", f"--id={properties.uuid}"]
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", f"--id=GPU-{properties.uuid}"]
     try:
         driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
