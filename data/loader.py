@@ -67,7 +67,11 @@ class BaseLoader:
         """This rank's micro-batches of the next step, on the device."""
         if self._prefetcher is None:
             self._prefetcher = Prefetcher(self._producer(), self._device)
-        tensors, self._position = self._prefetcher.get()
+        try:
+            tensors, self._position = self._prefetcher.get()
+        except BaseException:
+            self.close()  # its thread has ended, or waits for a consumer that is interrupted
+            raise
         return split_micro_batches(tensors, self._micro)
 
     def state_dict(self) -> dict[str, Any]:

@@ -176,7 +176,7 @@ class _Preparation:
         blocks = self.source.blocks()
         for _ in range(skip):
             next(blocks)
-        workers = self.cfg.workers or len(os.sched_getaffinity(0))
+        workers = self.cfg.workers or _available_cores()
         if workers == 1:
             encode = Encoder(tokenizer, val_below, only_val=self.cfg.streaming)
             for block in blocks:
@@ -190,6 +190,12 @@ class _Preparation:
             return json.loads((self.folder / JOURNAL).read_text())
         except FileNotFoundError:
             return {}
+
+
+def _available_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # Linux: heeds taskset and batch systems
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _write_json(path: Path, content: dict) -> None:

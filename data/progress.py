@@ -1,8 +1,8 @@
 """How far a preparation is: a bar that redraws itself on a terminal, a line now and then elsewhere."""
 
 import sys
-import time
 from collections.abc import Callable
+from time import monotonic
 
 _BAR = 30
 _REDRAW_SECONDS, _LINE_SECONDS = 0.2, 15.0
@@ -14,7 +14,7 @@ class Progress:
     def __init__(self, label: str, total: int | None, log: Callable[[str], None]):
         self._label, self._total, self._log = label, total, log
         self._terminal = sys.stderr.isatty()
-        self._start = self._last = time.monotonic()
+        self._start = self._last = monotonic()
         self._skipped = 0
 
     def skip(self, done: int) -> None:
@@ -23,7 +23,7 @@ class Progress:
 
     def update(self, done: int, text_bytes: int, tokens: int) -> None:
         """done: how much of the total has been read; text_bytes: text encoded by this process; tokens: in all."""
-        now = time.monotonic()
+        now = monotonic()
         if now - self._last < (_REDRAW_SECONDS if self._terminal else _LINE_SECONDS):
             return
         self._last = now

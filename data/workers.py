@@ -83,8 +83,9 @@ class WorkerPool:
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in self._processes:
             process.kill()
-        self._threads.shutdown()  # the pipes' ends are closed: no thread waits any more
+        self._threads.shutdown()  # the pipes' other ends are closed: no thread waits any more
         for process in self._processes:
+            process.kill()  # one may have been started meanwhile
             process.wait()
             process.stdout.close()
             with contextlib.suppress(OSError):  # what was not sent is lost
@@ -103,7 +104,7 @@ def main(tokenizer_folder: str, val_below: str, only_val: str) -> None:
             return
         try:
             result = encode(block)
-        except DataError as error:
+        except (DataError, OSError) as error:
             result = error
         except Exception:
             result = RuntimeError(f"in a tokenizing process:\n{traceback.format_exc()}")

@@ -73,7 +73,7 @@ def test_ranks_and_micro_batches_only_slice_the_global_batch(make_set, stream, w
 
 
 def test_a_batch_that_does_not_divide_is_refused(make_set, stream):
-    with pytest.raises(DataError, match="10 sequences do not divide into 2 ranks x micro-batches of 2"):
+    with pytest.raises(DataError, match=r"10 sequences do not divide into 2 ranks x micro-batches of 2"):
         Loader(make_set([stream]), seq_len=5, batch_sequences=10, micro=2, world_size=2)
 
 
@@ -147,7 +147,7 @@ def test_too_little_text_for_one_sequence(make_set):
     Loader(prepared, seq_len=9, batch_sequences=1, micro=1)
     with pytest.raises(DataError, match=r"the train split has 10 tokens, one sequence of model\.seq_len=10 needs 11"):
         Loader(prepared, seq_len=10, batch_sequences=1, micro=1)
-    with pytest.raises(DataError, match="the val split has 1 tokens"):
+    with pytest.raises(DataError, match=r"the val split has 1 tokens"):
         validation_batches(prepared, tokens=10, seq_len=4, micro=1)
 
 
@@ -173,9 +173,9 @@ def test_validation_windows_cover_the_start_of_the_split_once(make_set, stream, 
 def test_an_error_in_the_background_thread_reaches_the_caller(make_set, stream, monkeypatch):
     loader = Loader(make_set([stream]), seq_len=10, batch_sequences=8, micro=4)
     monkeypatch.setattr(loader, "_window_starts", lambda sequences: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        loader.next()
-    loader.close()
+    for _ in range(2):  # and again if it tries again
+        with pytest.raises(ZeroDivisionError):
+            loader.next()
 
 
 def test_memory_stays_flat_over_10000_batches(make_set):
