@@ -128,23 +128,45 @@ def _relu_l1(gated: bool) -> Callable[..., tuple[Tensor, ...]]:
 
 
 class Sparse:
-    """One sparse layer, with whatever it learns from the batches it has seen."""
+    """One sparse layer, with what it learns from the batches that it is shown."""
 
-    def __init__(self, impl: str):
+    def __init__(self, impl: str, h: int, device: torch.device):
         self.impl = impl
+        self.state = None
+        if device.type == "cuda" and impl != "torch":
+            from kernels.state import FFNState  # needs triton
 
-    def learn(self, batches: Iterable[tuple[Tensor, Tensor]], weights: Iterable[Tensor | None]) -> Tensor:
-        """Show it the batches, forward and backward; returns how often each neuron fired, int64 [h]."""
-        fired = []
-        for x, dy in batches:
-            leaves = _leaves(x, weights)
-            output = self.full(*leaves)
-            _gradients(output[:2], leaves, dy)
-            fired.append(output.fired)
+            self.state = FFNState(h, device)
+
+    def learn(self, batches: list[tuple[Tensor, Tensor]], weights: Iterable[Tensor | None]) -> Tensor:
+        """Show it the batches, forward and backward, twice: the first time tells how sparse it is, the second how much
+        room its buffers need when it runs accordingly. Returns how often each neuron fired, int64 [h]."""
+        for _ in range(2):
+            fired = []
+            for x, dy in batches:
+                leaves = _leaves(x, weights)
+                output = self.full(*leaves)
+                _gradients(output[:2], leaves, dy)
+                fired.append(output.fired)
+            self.update()
         return torch.stack(fired).sum(0)
 
+    def update(self) -> None:
+        if self.state is not None:
+            from kernels.state import update
+
+            update([self.state])
+
+    def report(self) -> dict | None:
+        """What it decided, and whether a buffer overflowed since the last update: then its results are incomplete."""
+        if self.state is None:
+            return None
+        from kernels.state import overflowed, table
+
+        return {"overflowed": bool(overflowed([self.state])), "table": table([self.state])}
+
     def full(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> FFNOutput:
-        return sparse_ffn(x, w_gate, w_up, w_down, impl=self.impl)
+        return sparse_ffn(x, w_gate, w_up, w_down, impl=self.impl, state=self.state)
 
     def __call__(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         return self.full(*tensors)[:2]
@@ -170,8 +192,8 @@ def measure_case(
     """Everything about one case, as it goes into the JSON file. Times in ms, memory in bytes."""
     problem = case.problem(dtype, device)
     weights = problem.weights
-    sparse = Sparse(options.impl)
-    fired = sparse.learn((problem.batch(case.n, number) for number in LEARNT_FROM), weights)
+    sparse = Sparse(options.impl, case.h, device)
+    fired = sparse.learn([problem.batch(case.n, number) for number in LEARNT_FROM], weights)
     batches = [problem.batch(case.n, number) for number in TIMED]
     leaves = [_leaves(x, weights) for x, _ in batches]
 
@@ -196,6 +218,7 @@ def measure_case(
     result["errors"] = errors(batches[0], weights, sparse, dense.eager["relu_l1"])
     candidates = dense.variants("relu_l1") | {"sparse": sparse}
     result["memory"] = {name: _memory(f, leaves[0], batches[0][1], device) for name, f in candidates.items()}
+    result["decision"] = sparse.report()
     if options.stages and device.type == "cuda":
         kernels = measure.time_by_kernel(step(sparse), len(TIMED), 3)
         union = tile_union(batches[0][0], fired, weights)
@@ -266,8 +289,10 @@ STAGES = {
     "rows forward": ("rows_forward",),
     "rows backward": ("rows_backward",),
     "rows reduce": ("rows_reduce",),
+    "summary": ("summary_",),
     "weight gradients": ("weight_grad",),
     "hot": ("hot_",),
+    "dense": ("dense_",),
     "dense products": ("nvjet", "sm80_", "sm90_", "sm100_", "cutlass", "ampere_", "cublas", "void cutlass"),
 }
 

@@ -1,5 +1,7 @@
 """The tables that `python -m twell.bench kernels` prints."""
 
+import sys
+
 from twell.bench_cases import Bar, Case
 from twell.measure import MB, Ceilings
 
@@ -39,8 +41,10 @@ def print_row(case: Case, result: dict) -> None:
         "    error   ",
         "  ".join(f"{name} {error:.1e} ({errors['dense'][name]:.1e})" for name, error in errors["sparse"].items()),
         "  (dense)",
-        flush=True,
     )
+    if result["decision"] is not None:
+        print("   ", result["decision"]["table"].replace("\n", "\n    "))
+    sys.stdout.flush()
 
 
 def print_stages(results: list[dict]) -> None:
@@ -69,6 +73,7 @@ def print_verdicts(cases: list[Case], results: list[dict]) -> None:
         held = _memory(result)
         missed += [f"{case.name}: {name}" for name, verdict in verdicts.items() if verdict == "MISS"]
         missed += [f"{case.name}: error"] * (not error <= ERROR_LIMIT)
+        missed += [f"{case.name}: overflow"] * (result["decision"] is not None and result["decision"]["overflowed"])
         missed += [f"{case.name}: {name}" for name in _memory_misses(case, result)]
         print(
             f"  {case.name:<34} {result['nnz']['mean']:6.1f} | {_cells(case.step, result['step'], verdicts['step'])} "
