@@ -8,7 +8,7 @@ endless list. Ranks and micro-batches only slice the batch. The state of the loa
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +19,6 @@ from data.prefetch import Prefetcher
 from data.prepared import PreparedData
 from data.shards import TokenStream
 
-if TYPE_CHECKING:
-    from twell.config import DataConfig
-
 IGNORE = -100  # a target that the loss does not count
 
 
@@ -30,15 +27,6 @@ class Batch:
     tokens: torch.Tensor  # int64 [b, T]
     targets: torch.Tensor  # int64 [b, T]: the next token; IGNORE where not counted
     doc_ids: torch.Tensor | None = None  # int32 [b, T]: which document of its window a token belongs to, from 0
-
-
-def make_loader(cfg: "DataConfig", prepared: PreparedData, **kwargs) -> "BaseLoader":
-    """The training loader of one rank: `Loader`, or `data.stream.StreamLoader` with data.streaming; same arguments."""
-    if cfg.streaming:
-        from data.stream import StreamLoader
-
-        return StreamLoader(cfg, prepared, **kwargs)
-    return Loader(prepared, **kwargs)
 
 
 class BaseLoader:

@@ -48,6 +48,8 @@ def prepare(cfg: DataConfig, *, val_tokens: int = 1 << 20, log: Callable[[str], 
     """
     if cfg.source == "shards":
         return _ready_made(cfg)
+    if cfg.streaming and not cfg.val_fraction:
+        raise DataError(f"data.val_fraction={cfg.val_fraction} with data.streaming=true: there is nothing to prepare")
     source = open_source(cfg)
     folder = Path(cfg.dir) / f"{cfg.name}-{cfg.tokenizer}-{_fingerprint(cfg, source, val_tokens)}"
     if not (folder / META).exists():

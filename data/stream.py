@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class StreamLoader(BaseLoader):
-    """Training batches of one rank from a stream; arguments as for `Loader` (the seed decides nothing here).
+    """Training batches of one rank from a stream; arguments as for `Loader`.
 
     prepared: what `prepare` made of the stream: its tokenizer, its validation split, and which documents belong to
     the latter. With several ranks `state_dict` is a collective call: every rank gets the states of all.
@@ -39,7 +39,6 @@ class StreamLoader(BaseLoader):
         micro: int,
         rank: int = 0,
         world_size: int = 1,
-        seed: int = 0,
         device: str | torch.device = "cpu",
         mask_documents: bool = False,
     ):

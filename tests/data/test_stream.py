@@ -12,7 +12,7 @@ import torch
 
 from data import DataError, hf
 from data.encode import document_hash, validation_threshold
-from data.loader import Loader, make_loader, validation_batches
+from data.loader import validation_batches
 from data.prepare import prepare
 from data.stream import StreamLoader
 from tests.data.conftest import words
@@ -58,7 +58,7 @@ def expected_stream(texts):
     return [i for text in training_texts(texts) for i in [*text.encode(), 256]]
 
 
-SIZES = {"seq_len": 16, "batch_sequences": 4, "micro": 2, "seed": 1}
+SIZES = {"seq_len": 16, "batch_sequences": 4, "micro": 2}
 
 
 def tokens_of(loader, steps):
@@ -71,15 +71,13 @@ def test_prepared_like_any_other_source(hf_config, parquet):
     prepared = prepare(hf_config(), log=quiet)
     assert sorted(documents(prepared, "train") + documents(prepared, "val")) == sorted(texts)
     assert documents(prepared, "train") == training_texts(texts)
-    assert isinstance(make_loader(hf_config(), prepared, **SIZES), Loader)
 
 
 def test_stream_skips_validation_documents_and_passes_over_again(hf_config, parquet):
     cfg = hf_config(streaming=True)
     prepared = prepare(cfg, val_tokens=200, log=quiet)
     assert prepared.train == [] and prepared.val_tokens > 200
-    loader = make_loader(cfg, prepared, **SIZES, mask_documents=True)
-    assert isinstance(loader, StreamLoader)
+    loader = StreamLoader(cfg, prepared, **SIZES, mask_documents=True)
     stream = expected_stream(parquet[0])
     steps = 2 * len(stream) // 64
     assert tokens_of(loader, steps) == (stream * 3)[: steps * 64]
@@ -104,16 +102,16 @@ def test_validation_windows_come_from_the_first_held_out_documents(hf_config, pa
 def test_stream_resumes_exactly_also_in_a_later_epoch(hf_config, parquet, stop_at):
     cfg = hf_config(streaming=True)
     prepared = prepare(cfg, val_tokens=200, log=quiet)
-    loader = make_loader(cfg, prepared, **SIZES)
+    loader = StreamLoader(cfg, prepared, **SIZES)
     tokens_of(loader, stop_at)
     state = json.loads(json.dumps(loader.state_dict()))  # taken while later steps are already made
     expected = tokens_of(loader, 30)
     loader.close()
-    second = make_loader(cfg, prepared, **SIZES)
+    second = StreamLoader(cfg, prepared, **SIZES)
     tokens_of(second, 2)
     second.load_state_dict(state)
     assert tokens_of(second, 10) == expected[: 10 * 64]
-    third = make_loader(cfg, prepared, **SIZES)
+    third = StreamLoader(cfg, prepared, **SIZES)
     third.load_state_dict(second.state_dict())
     assert tokens_of(third, 20) == expected[10 * 64 :]
     second.close()
@@ -139,15 +137,15 @@ def test_two_ranks_save_and_load_together(hf_config, parquet, tmp_path):
     prepare(cfg, val_tokens=200, log=quiet)
     code = (
         "import sys, json, torch.distributed as dist\n"
-        "from twell.config import DataConfig; from data.prepare import prepare; from data.loader import make_loader\n"
+        "from twell.config import DataConfig; from data.prepare import prepare; from data.stream import StreamLoader\n"
         "dist.init_process_group('gloo'); cfg = DataConfig(**json.loads(sys.argv[1]))\n"
         "sizes = json.loads(sys.argv[2]) | dict(rank=dist.get_rank(), world_size=2)\n"
-        "loader = make_loader(cfg, prepare(cfg, val_tokens=200), **sizes)\n"
+        "loader = StreamLoader(cfg, prepare(cfg, val_tokens=200), **sizes)\n"
         "step = lambda loader: [b.tokens.tolist() for b in loader.next()]\n"
         "[step(loader) for _ in range(20)]; states = [None, None]\n"
         "dist.all_gather_object(states, loader.state_dict()); assert states[0] == states[1]\n"
         "expected = [step(loader) for _ in range(10)]; loader.close()\n"
-        "again = make_loader(cfg, prepare(cfg, val_tokens=200), **sizes); again.load_state_dict(states[0])\n"
+        "again = StreamLoader(cfg, prepare(cfg, val_tokens=200), **sizes); again.load_state_dict(states[0])\n"
         "assert [step(again) for _ in range(10)] == expected; again.close()\n"
         "both = [None, None]; dist.all_gather_object(both, expected); assert both[0] != both[1]\n"
         "dist.destroy_process_group()"
@@ -164,9 +162,9 @@ def test_two_ranks_save_and_load_together(hf_config, parquet, tmp_path):
 def test_state_of_another_stream_is_refused(hf_config):
     cfg = hf_config(streaming=True)
     prepared = prepare(cfg, val_tokens=200, log=quiet)
-    state = make_loader(cfg, prepared, **SIZES).state_dict()
+    state = StreamLoader(cfg, prepared, **SIZES).state_dict()
     with pytest.raises(DataError, match=r"seq_len was 16 and is now 8"):
-        make_loader(cfg, prepared, **SIZES | {"seq_len": 8}).load_state_dict(state)
+        StreamLoader(cfg, prepared, **SIZES | {"seq_len": 8}).load_state_dict(state)
     with pytest.raises(DataError, match=r"world_size was 1 and is now 2"):
         StreamLoader(cfg, prepared, **SIZES, world_size=2).load_state_dict(state)
 
@@ -175,7 +173,7 @@ def test_stream_without_training_text(hf_config, parquet):
     cfg = hf_config(streaming=True)
     prepared = prepare(cfg, val_tokens=200, log=quiet)
     prepared.meta["val_below"] = 1 << 64
-    loader = make_loader(cfg, prepared, **SIZES)
+    loader = StreamLoader(cfg, prepared, **SIZES)
     with pytest.raises(DataError, match=r"the stream holds no training text"):
         loader.next()
     loader.close()
@@ -196,6 +194,11 @@ def test_bad_datasets_are_named(hf_config, tmp_path, streaming):
         prepare(hf_config(paths=[str(tmp_path / "bad.parquet")], streaming=streaming), log=quiet)
     assert "\n" not in str(caught.value)
     assert list((tmp_path / "sets").iterdir()) == []
+
+
+def test_stream_without_a_validation_share_is_refused(hf_config):
+    with pytest.raises(DataError, match=r"data.val_fraction=0.0 with data.streaming=true"):
+        prepare(hf_config(streaming=True, val_fraction=0.0), log=quiet)
 
 
 def test_without_the_library_it_is_named(hf_config, monkeypatch):
