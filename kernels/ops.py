@@ -1,13 +1,23 @@
 """The public face of `kernels`: `sparse_ffn`, its checks, and the choice of implementation."""
 
+import functools
+import logging
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from kernels.reference import FFNOutput, ffn_forward
 
-__all__ = ["FFNOutput", "sparse_ffn"]
+if TYPE_CHECKING:
+    from kernels.state import FFNState
+
+__all__ = ["FFNOutput", "sparse_ffn", "unsupported"]
 
 IMPLS = ("auto", "triton", "torch")
+MAX_WIDTH = 16384  # a row of d values lives in the registers of one program
+
+log = logging.getLogger("twell")
 
 
 def sparse_ffn(
@@ -18,6 +28,7 @@ def sparse_ffn(
     *,
     counted: Tensor | None = None,
     impl: str = "auto",
+    state: "FFNState | None" = None,
 ) -> FFNOutput:
     """y = (relu(x w_gate^T) * (x w_up^T)) w_down, or with w_gate None y = relu(x w_up^T) w_down.
 
@@ -26,19 +37,62 @@ def sparse_ffn(
     w_up     [h, d]
     w_down   [h, d]    row j belongs to neuron j: the transpose of what nn.Linear(h, d) stores.
     counted  bool [...], the tokens that the loss counts; the others add neither to `l1` nor to `fired`. None: all.
-    impl     auto = Triton where it is supported, else torch; triton = Triton or an error; torch = dense products.
+    impl     auto = the Triton path where it is supported (torch elsewhere), which runs each pass sparse or dense,
+             whichever `state` predicts to be faster; triton = always the sparse kernels, or an error; torch = dense
+             products in plain torch.
+    state    what this layer has learnt from earlier calls (`kernels.state`): how sparse it is, how large buffers must
+             be. With it no call waits for the device; the caller updates it and looks for overflow. Without one, auto
+             runs dense, and triton reads the number of non-zeros back to size its buffers.
 
     Returns `FFNOutput(y, l1, nnz, fired)`. `l1` is a sum over tokens: the caller scales it by coef / (layers * tokens).
-    Traceable by torch.compile(fullgraph=True); never waits for the device. Raises ValueError on wrong shapes or dtypes
-    and NotImplementedError when impl="triton" cannot be honoured.
+    Traceable by torch.compile(fullgraph=True). Under autocast, x and the weights are cast to the autocast dtype. Raises
+    ValueError on wrong shapes or dtypes and NotImplementedError when impl="triton" cannot be honoured.
 
-    >>> out = sparse_ffn(x, w_gate, w_up, w_down, counted=targets != -100)
+    >>> out = sparse_ffn(x, w_gate, w_up, w_down, counted=targets != -100, state=state)
     >>> loss = cross_entropy + coef / (n_layers * n_counted) * out.l1
     """
     _check_arguments(x, w_gate, w_up, w_down, counted, impl)
-    if impl == "triton":
-        raise NotImplementedError("impl=triton: the Triton kernels are not available; use impl=auto or impl=torch")
-    return ffn_forward(x, w_gate, w_up, w_down, counted)
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, w_up, w_down = x.to(dtype), w_up.to(dtype), w_down.to(dtype)
+        w_gate = None if w_gate is None else w_gate.to(dtype)
+    reason = None if impl == "torch" else unsupported(x.device, x.dtype, x.shape[-1])
+    if impl == "triton" and reason is not None:
+        raise NotImplementedError(f"impl=triton: {reason}; use impl=auto or impl=torch")
+    if impl == "torch" or reason is not None or (impl == "auto" and x.device.type != "cuda"):
+        return ffn_forward(x, w_gate, w_up, w_down, counted)
+
+    from kernels.autograd import ffn_forward as triton_forward
+
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w_gate, w_up, w_down))
+    y, l1, nnz, fired, _, _ = triton_forward(
+        x.flatten(0, -2).contiguous(),
+        None if w_gate is None else w_gate.contiguous(),
+        w_up.contiguous(),
+        w_down.contiguous(),
+        None if counted is None else counted.flatten().contiguous().view(torch.int8),
+        None if state is None else state.handle,
+        impl == "triton",
+        save,
+    )
+    return FFNOutput(y.view(x.shape), l1, nnz, fired)
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def unsupported(device: torch.device, dtype: torch.dtype, d: int) -> str | None:
+    """Why the Triton path cannot run there, or None if it can. On a GPU that it cannot use, says so, once."""
+    if d > MAX_WIDTH:
+        reason = f"d = {d} is wider than {MAX_WIDTH}"
+    else:
+        try:
+            from kernels.launch import supported
+        except ImportError:
+            return "triton is not installed"
+        reason = supported(device, dtype)
+    if reason is not None and device.type == "cuda":
+        log.warning("sparse_ffn runs dense products in torch: %s", reason)
+    return reason
 
 
 def _check_arguments(

@@ -1,0 +1,153 @@
+"""The Triton path as torch operators: what torch.compile, autograd and DDP see of it.
+
+Two custom operators, forward and backward, each opaque to the compiler. Which route a pass takes (sparse stages or
+dense products) and how large its buffers are is read from the layer's state when the operator runs, not when it is
+traced, so a layer that becomes sparse, or reorders its neurons, recompiles nothing. What backward needs travels in one
+byte buffer whose size only the run knows: a data-dependent shape to the compiler.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels import dense, sparse
+from kernels.compact import RowsShape
+from kernels.dispatch import Shape
+from kernels.order import natural
+from kernels.state import Decision, FFNState
+from kernels.summary import summarize
+
+# A compiled graph may contain tensors whose size is known only when it runs (`memory` below). Without this, tracing
+# stops there: an error with fullgraph=True.
+torch._dynamo.config.capture_dynamic_output_shape_ops = True
+
+DENSE, SPARSE = 0, 1
+
+
+def _decision(state: FFNState | None, version: int | None, h: int, device: torch.device) -> Decision:
+    if state is None:
+        return Decision(0, natural(h, device))
+    return state.decision if version is None else state.decisions[version]
+
+
+@torch.library.custom_op("twell::ffn_forward", mutates_args=())
+def ffn_forward(
+    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, counted: Tensor | None, handle: Tensor | None,
+    force: bool, save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(y [n, d], l1, nnz [n], fired [h], memory uint8, layout int64 [4] on the host) of contiguous x [n, d].
+
+    handle: of the layer's FFNState, or None. force: the sparse route, whatever is predicted. save: a backward follows.
+    """
+    n, d = x.shape
+    h = w_up.shape[0]
+    state = None if handle is None else FFNState.of(handle)
+    decision = _decision(state, None, h, x.device)
+    shape = Shape(n, d, h, w_gate is not None, x.element_size())
+    if state is not None and save:
+        state.shape, state.dtype = shape, x.dtype
+    seen = None if state is None else state.seen
+    if not force and not decision.runs_sparse(shape, save, x.device, x.dtype):
+        return *_dense_forward(x, w_gate, w_up, w_down, counted, seen, save), torch.tensor([DENSE, 0, 0, 0])
+    room = None if decision.room is None else decision.room_for(n, h, save)
+    out = sparse.forward(x, w_gate, w_up, w_down, counted, decision.order, room, seen, save)
+    memory = out.memory if save else out.memory.new_empty(0)
+    layout = torch.tensor([SPARSE, decision.version, out.shape.entries, out.shape.segments])
+    return out.y, out.l1, out.rows.count, out.fired, memory, layout
+
+
+def _dense_forward(x, w_gate, w_up, w_down, counted, seen, save):
+    (n, _d), h, size = x.shape, w_up.shape[0], x.element_size()
+    gated = w_gate is not None
+    # Gated: pre-activations z and u, and a. Non-gated: a, made in place of z; its zeros are the pattern.
+    parts = (3 if save else 2) if gated else 1
+    memory = torch.empty(parts * n * h * size, dtype=torch.uint8, device=x.device)
+    matrices = memory.view(x.dtype).view(parts, n, h)
+    z, u, a = (matrices[0], matrices[1], matrices[-1]) if gated else (matrices[0], None, matrices[0])
+    torch.mm(x, (w_gate if gated else w_up).T, out=z)
+    if gated:
+        torch.mm(x, w_up.T, out=u)
+    count, fired, l1_parts = dense.activate(z, u, a, counted)
+    y = a @ w_down
+    l1 = summarize(l1_parts, count, fired, counted, seen, None)
+    return y, l1, count.clone(), fired.clone(), memory if save else memory.new_empty(0)
+
+
+@ffn_forward.register_fake
+def _(x, w_gate, w_up, w_down, counted, handle, force, save):
+    n, h = x.shape[0], w_up.shape[0]
+    size = torch.library.get_ctx().new_dynamic_size()
+    return (
+        torch.empty_like(x), x.new_empty((), dtype=torch.float32), x.new_empty(n, dtype=torch.int32),
+        x.new_empty(h, dtype=torch.int32), x.new_empty(size, dtype=torch.uint8),
+        torch.empty(4, dtype=torch.int64, device="cpu"),
+    )  # fmt: skip
+
+
+@torch.library.custom_op("twell::ffn_backward", mutates_args=())
+def ffn_backward(
+    dy: Tensor, dl1: Tensor, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, counted: Tensor | None,
+    handle: Tensor | None, count: Tensor, memory: Tensor, layout: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dx, dw_gate, dw_up, dw_down); dw_gate is empty if non-gated."""
+    h = w_up.shape[0]
+    gated = w_gate is not None
+    dy = dy.contiguous()
+    route, version, entries, segments = layout.tolist()
+    if route == DENSE:
+        dx, dw_gate, dw_up, dw_down = _dense_backward(dy, dl1, x, w_gate, w_up, w_down, counted, memory)
+    else:
+        state = None if handle is None else FFNState.of(handle)
+        decision = _decision(state, version, h, x.device)
+        n, tiles = x.shape[0], sparse.cold_tiles(h, decision.order)
+        rows = RowsShape(n, tiles, entries, segments, gated).carve(memory, x.dtype, count)
+        blocks = min(entries, n * tiles) if decision.room is None else decision.room_for(n, h, True).blocks
+        dx, dw_gate, dw_up, dw_down = sparse.backward(
+            dy,
+            dl1,
+            x,
+            w_gate,
+            w_up,
+            w_down,
+            counted,
+            decision.order,
+            blocks,
+            None if state is None else state.seen,
+            rows,
+        )
+    return dx, dw_gate if gated else w_up.new_empty(0), dw_up, dw_down
+
+
+def _dense_backward(dy, dl1, x, w_gate, w_up, w_down, counted, memory):
+    n, h = x.shape[0], w_up.shape[0]
+    gated = w_gate is not None
+    z, u, a = memory.view(x.dtype).view(3, n, h) if gated else (None, None, memory.view(x.dtype).view(n, h))
+    da = dy @ w_down.T
+    dw_down = a.T @ dy
+    du = torch.empty_like(da) if gated else None
+    dense.activate_backward(z, u, a, da, du, dl1, counted)
+    if not gated:
+        return da @ w_up, None, da.T @ x, dw_down
+    dx = torch.addmm(da @ w_gate, du, w_up)
+    return dx, da.T @ x, du.T @ x, dw_down
+
+
+@ffn_backward.register_fake
+def _(dy, dl1, x, w_gate, w_up, w_down, counted, handle, count, memory, layout):
+    dw_gate = w_up.new_empty(0) if w_gate is None else torch.empty_like(w_gate)
+    return torch.empty_like(x), dw_gate, torch.empty_like(w_up), torch.empty_like(w_down)
+
+
+def _setup_context(ctx, inputs, output):
+    x, w_gate, w_up, w_down, counted, handle, _, _ = inputs
+    _, _, count, fired, memory, layout = output
+    ctx.mark_non_differentiable(count, fired, memory, layout)
+    ctx.save_for_backward(x, w_gate, w_up, w_down, counted, handle, count, memory, layout)
+
+
+def _backward(ctx, dy, dl1, *_):
+    x, w_gate, w_up, w_down, counted, handle, count, memory, layout = ctx.saved_tensors
+    dx, dw_gate, dw_up, dw_down = ffn_backward(dy, dl1, x, w_gate, w_up, w_down, counted, handle, count, memory, layout)
+    return dx, None if w_gate is None else dw_gate, dw_up, dw_down, None, None, None, None
+
+
+ffn_forward.register_autograd(_backward, setup_context=_setup_context)

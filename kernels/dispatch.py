@@ -1,0 +1,124 @@
+"""Dispatch: how long each way of running a layer would take, from its firing rates and what this GPU can do.
+
+The model is bytes over bandwidth and operations over rate, stage by stage; four rates are measured once per GPU. It
+decides two things per layer: how many of its neurons are hot (see hot.py), and whether the whole pass runs dense. A
+decision is only changed when the prediction says that this saves more than `HYSTERESIS`.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.launch import TILE
+
+HYSTERESIS = 0.03
+
+
+class Rates(NamedTuple):
+    """What one GPU can do; the defaults were measured on an H200 in bf16."""
+
+    flops: float = 700e12  # dense products, FLOP/s
+    gather: float = 8.5e12  # weight rows out of L2, bytes/s
+    tiles: float = 4.6e12  # x and dy rows gathered by the weight gradients, bytes/s
+    memory: float = 4.0e12  # device memory, bytes/s
+    launch: float = 4e-6  # one more kernel in a sequence of small ones, s
+
+
+class Costs(NamedTuple):
+    """Predicted seconds of one pass."""
+
+    forward: float
+    backward: float
+
+    def total(self, backward: bool) -> float:
+        return self.forward + (self.backward if backward else 0.0)
+
+
+class Shape(NamedTuple):
+    n: int
+    d: int
+    h: int
+    gated: bool
+    itemsize: int  # bytes per value
+
+
+def dense_costs(shape: Shape, rates: Rates) -> Costs:
+    n, d, h, gated, size = shape
+    product = 2 * n * d * h / rates.flops
+    matrix = n * h * size / rates.memory  # one read or write of an [n, h] matrix
+    if gated:
+        return Costs(3 * product + 3 * matrix + 4 * rates.launch, 6 * product + 5 * matrix + 7 * rates.launch)
+    return Costs(2 * product + 2 * matrix + 3 * rates.launch, 4 * product + 3 * matrix + 5 * rates.launch)
+
+
+def sparse_costs(shape: Shape, rates: Rates, rate: Tensor, n_hot: Tensor) -> tuple[Tensor, Tensor]:
+    """Predicted (forward, backward) seconds, fp64 like `n_hot`, for every candidate in n_hot int64 [k].
+
+    rate fp64 [h]: the share of tokens on which each neuron fires, in the neuron order.
+    """
+    n, d, h, gated, size = shape
+    row = d * size
+    hot_nnz = torch.cat([rate.new_zeros(1), rate.cumsum(0)])[n_hot]
+    cold_nnz = rate.sum() - hot_nnz
+    tile_rate = 1 - torch.nn.functional.pad(1 - rate, (0, -h % TILE), value=1.0).view(-1, TILE).prod(1)
+    first_tile = torch.cat([rate.new_zeros(1), tile_rate.cumsum(0)])[-(-n_hot // TILE)]
+    blocks = n * (tile_rate.sum() - first_tile)  # as if neurons fired independently, which overestimates
+
+    any_hot = (n_hot > 0).double()
+    product = 2 * n * d * n_hot / rates.flops
+    matrix = n * n_hot * size / rates.memory
+    stream = n * row / rates.memory  # one read or write of an [n, d] matrix
+    gathered = n * cold_nnz * row / rates.gather
+    per_entry = n * rate.sum() * 3e-12  # compaction and the hot entries: scattered, but few
+    inner = 2 if gated else 1  # matrices beside w_down
+
+    forward = 2 * n * d * h / rates.flops + n * h / 4 / rates.memory + per_entry + 2 * stream + 5 * rates.launch
+    forward = forward + gathered * inner + any_hot * (2 * stream + 6 * rates.launch)
+    forward = forward + product * inner + matrix * (2 + inner)
+    backward = 2 * stream + 5 * rates.launch + gathered * (1 + inner) + per_entry
+    backward = backward + blocks * 2 * row / rates.tiles + blocks * TILE * (1 + inner) * size / rates.memory
+    backward = backward + any_hot * (2 * stream + 9 * rates.launch) + product * 3 * inner + matrix * (4 + 2 * inner)
+    return forward, backward
+
+
+def best_n_hot(shape: Shape, rates: Rates, rate: Tensor) -> tuple[int, Costs]:
+    """The number of hot neurons that makes forward + backward fastest, and what it then costs."""
+    alive = -(-int((rate > 0).sum()) // TILE) * TILE
+    candidates = torch.arange(0, min(alive, shape.h) + 1, TILE)
+    forward, backward = sparse_costs(shape, rates, rate, candidates)
+    best = int((forward + backward).argmin())
+    return int(candidates[best]), Costs(float(forward[best]), float(backward[best]))
+
+
+@functools.cache
+def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
+    """The rates of this GPU (about 0.1 s, once per process); the defaults where nothing can be timed."""
+    if device.type != "cuda":
+        return Rates()
+    from kernels.ceilings import read_rows
+
+    default, d, h, n = Rates(), 2048, 4096, 8192
+    x = torch.randn(n, d, device=device, dtype=dtype)
+    w = torch.randn(h, d, device=device, dtype=dtype)
+    picked = torch.randint(h, (n, 64), device=device, dtype=torch.int32)
+    big = torch.empty(1 << 28, dtype=torch.int8, device=device)
+    flops = 2 * n * d * h / _seconds(lambda: x @ w.T)
+    gather = picked.numel() * d * x.element_size() / _seconds(lambda: read_rows(w, picked))
+    memory = 2 * big.numel() / _seconds(big.clone)
+    scale = gather / default.gather
+    return Rates(0.95 * flops, gather, default.tiles * scale, memory, default.launch)
+
+
+def _seconds(run) -> float:
+    """Median time of one call."""
+    times = []
+    for _ in range(8):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return sorted(times)[len(times) // 2]

@@ -1,0 +1,124 @@
+"""The sparse FFN, forward and backward, as a sequence of stages on plain tensors.
+
+    forward     gate -> compact -> [hot products] -> rows -> summary
+    backward    plan -> [hot products] -> rows -> weight_grad
+
+See each stage's file for what it does; here is only what follows what, and which buffers live how long. All tensors
+are contiguous; x, dy, y and dx are [n, d], the weights [h, d], counted is an int8 [n] mask or None.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels import compact, gate, hot, plan, rows, weight_grad
+from kernels.compact import PackedRows, RowsShape
+from kernels.launch import TILE
+from kernels.order import Order
+from kernels.summary import Seen, summarize
+
+
+class Room(NamedTuple):
+    """Capacities of one call."""
+
+    entries: int  # non-zeros
+    segments: int  # pieces of long rows
+    blocks: int  # (tile, token) pairs
+
+
+class SparseForward(NamedTuple):
+    y: Tensor  # [n, d]
+    l1: Tensor  # fp32 scalar
+    fired: Tensor  # int32 [h]
+    rows: PackedRows
+    memory: Tensor  # uint8, what all of `rows` but its count lives in
+    shape: RowsShape
+
+
+def cold_tiles(h: int, order: Order) -> int:
+    return -(-(h - order.n_hot) // TILE)
+
+
+def forward(
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    counted: Tensor | None,
+    order: Order,
+    room: Room | None,
+    seen: Seen | None,
+    save: bool,
+) -> SparseForward:
+    """`room` None: the buffers are sized by reading the number of non-zeros back, which waits for the device."""
+    n, _d = x.shape
+    gated = w_gate is not None
+    words, scratch = gate.gate(x, w_gate if gated else w_up)
+    measured = room is None
+    if measured:
+        room = Room(entries=64 * n, segments=n, blocks=0)
+    while True:
+        shape = RowsShape(n, cold_tiles(w_up.shape[0], order), room.entries, room.segments, gated and save)
+        memory, packed, fired = compact.compact(
+            words, scratch, order.hot_words, order.rank_of, order.n_hot, shape, counted
+        )
+        if not measured:
+            break
+        entries, segments = packed.needed.tolist()
+        if entries <= room.entries and segments <= room.segments:
+            break
+        room = Room(max(entries, room.entries), max(segments, room.segments), 0)
+    del words, scratch
+
+    n_hot = order.n_hot
+    l1_parts = torch.empty((n if n_hot else 0) + room.segments + n, dtype=torch.float32, device=x.device)
+    if n_hot:
+        u_hot = x @ w_up[order.hot_index].T if gated else None
+        a_hot = hot.forward(u_hot, packed, order.rank_of, n_hot, counted, l1_parts)
+        y = a_hot @ w_down[order.hot_index]
+        del u_hot, a_hot
+    else:
+        y = torch.empty_like(x)
+    rows.forward(x, w_up if gated else None, w_down, packed, y, n_hot > 0, counted, l1_parts[n if n_hot else 0 :])
+    l1 = summarize(l1_parts, packed.count, fired, counted, seen, packed.needed, room.entries, room.segments)
+    return SparseForward(y, l1, fired, packed, memory, shape)
+
+
+def backward(
+    dy: Tensor,
+    dl1: Tensor,
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    counted: Tensor | None,
+    order: Order,
+    blocks: int,
+    seen: Seen | None,
+    packed: PackedRows,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """(dx, dw_gate, dw_up, dw_down); there is room for `blocks` (tile, token) pairs."""
+    gated = w_gate is not None
+    n_hot = order.n_hot
+    dw_gate = torch.empty_like(w_gate) if gated else None
+    dw_up, dw_down = torch.empty_like(w_up), torch.empty_like(w_down)
+    if n_hot:
+        index = order.hot_index
+        da_hot = dy @ w_down[index].T
+        inner, hidden = hot.backward(da_hot, dl1, packed, gated, order.rank_of, n_hot, counted)
+        del da_hot
+        dx = inner @ (torch.cat([w_gate[index], w_up[index]]) if gated else w_up[index])
+        dw_inner = inner.T @ x  # [2 n_hot, d] gated, [n_hot, d] non-gated
+        if gated:
+            dw_gate.index_copy_(0, index, dw_inner[:n_hot])
+        dw_up.index_copy_(0, index, dw_inner[-n_hot:])
+        dw_down.index_copy_(0, index, hidden.T @ dy)
+        del inner, hidden, dw_inner
+    else:
+        dx = torch.empty_like(x)
+    tiles = plan.plan(packed.occupied, blocks, TILE * (2 if gated else 1), TILE, x.dtype, seen)
+    rows.backward(x, dy, dl1, w_gate, w_up, w_down, packed, order.rank_of, n_hot, tiles, dx, n_hot > 0, counted)
+    weight_grad.weight_grad(tiles.inner, x, tiles, order.cold, [dw_gate, dw_up] if gated else [dw_up])
+    weight_grad.weight_grad(tiles.hidden, dy, tiles, order.cold, [dw_down])
+    return dx, dw_gate, dw_up, dw_down
