@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kernels.ops import sparse_ffn
-from kernels.reference import ffn_forward
+from kernels.reference import FFNGradients, ffn_forward
+from kernels.state import FFNState, overflowed, update
 from kernels.synthetic import FiringLaw, Problem
 from tests.kernels.ffn_cases import PATTERNS, Case, assert_accurate, differentiate, make_case, run
 
@@ -132,12 +133,56 @@ def test_autocast():
     torch.testing.assert_close(gradients, tuple(t.float() for t in expected))
 
 
-def test_never_waits_for_the_device():
-    case = make_case(1000, 768, 2048, "1 %", dtype=torch.bfloat16, device=DEVICE, masked=True)
-    for _ in range(3):
-        triton_run(case)
+@pytest.mark.parametrize("impl", ["auto", "triton"])
+@pytest.mark.parametrize("mean", [30, 1000])
+def test_never_waits_for_the_device(impl, mean):
+    problem = Problem(FiringLaw(mean), 1024, 2816, device=DEVICE)
+    state = FFNState(2816, DEVICE)
+    batches = [Case(x, *problem.weights, dy) for x, dy in (problem.batch(4096, number) for number in range(3))]
+    for _ in range(2):
+        for case in batches[:2]:
+            run(case, impl=impl, state=state)
+        update([state])
+    run(batches[2], impl=impl, state=state)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        triton_run(case)
+        output, gradients = run(batches[2], impl=impl, state=state)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert not overflowed([state])
+    assert_accurate(batches[2], output, gradients)
+
+
+def test_a_compiled_layer_changes_its_route_without_recompiling():
+    problem = Problem(FiringLaw(20), 1024, 2816, device=DEVICE)
+    state = FFNState(2816, DEVICE)
+    x, dy = problem.batch(16384, 0)
+    case = Case(x, *problem.weights, dy)
+    compiled = torch.compile(sparse_ffn, fullgraph=True)
+    routes = []
+    for _ in range(3):
+        leaves = [t.detach().requires_grad_() for t in case.tensors]
+        with torch._dynamo.config.patch(error_on_recompile=bool(routes)):
+            output = compiled(*leaves, state=state)
+        gradients = FFNGradients(*differentiate(output, leaves, dy))
+        assert_accurate(case, output, gradients)
+        routes.append(state.decision.rate is not None)
+        update([state])
+    assert routes == [False, True, True]
+    assert not overflowed([state])
+
+
+def test_little_is_held_for_backward():
+    """A step at nnz 30 holds for its backward a small part of what dense torch holds."""
+    problem = Problem(FiringLaw(30), 2048, 5632, device=DEVICE)
+    x, dy = problem.batch(16384, 0)
+    state = FFNState(5632, DEVICE)
+    case = Case(x, *problem.weights, dy)
+    for _ in range(2):
+        run(case, impl="triton", state=state)
+        update([state])
+    leaves = [t.detach().requires_grad_() for t in case.tensors]
+    before = torch.cuda.memory_allocated()
+    output = sparse_ffn(*leaves, impl="triton", state=state)
+    held = torch.cuda.memory_allocated() - before - output.y.numel() * 2
+    assert held < 90e6

@@ -1,0 +1,116 @@
+"""What a layer learns from step to step, and that no buffer can run over unseen."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels.dispatch import HYSTERESIS, Costs
+from kernels.ops import sparse_ffn
+from kernels.state import FFNState, overflowed, table, update
+from tests.kernels.ffn_cases import Case, assert_accurate, make_case, run
+
+
+def learn(state: FFNState, case: Case) -> FFNState:
+    """One training step of the sparse stages, and the update after it."""
+    run(case, impl="triton", state=state)
+    update([state])
+    return state
+
+
+def with_room(state: FFNState, **room: int) -> FFNState:
+    """The state with this much room per 1024 tokens for `entries`, `segments` or `blocks`."""
+    old = state.decision
+    new = tuple(room.get(name, had) for name, had in zip(("entries", "segments", "blocks"), old.room, strict=True))
+    state.decide(replace(old, version=old.version + 1, room=new, routes={}))
+    return state
+
+
+# Every buffer has some places to spare (256, 16, 64); these need more, at as few entries as possible.
+@pytest.mark.parametrize(
+    "buffer, n, h, pattern",
+    [
+        ("entries", 2, 140, "all"),
+        pytest.param("segments", 10, 66, "all", marks=pytest.mark.slow),
+        ("blocks", 70, 40, "one neuron always"),
+    ],
+)
+def test_overflow_is_seen_and_repeating_the_step_is_exact(buffer, n, h, pattern, device):
+    case = make_case(n, 8, h, pattern, device=device)
+    state = with_room(learn(FFNState(h, device), case), **{buffer: 1})
+    run(case, impl="triton", state=state)
+    assert overflowed([state])
+    update([state])
+    assert not overflowed([state])
+    output, gradients = run(case, impl="triton", state=state)
+    assert not overflowed([state])
+    assert_accurate(case, output, gradients)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_learnt_order_and_room_change_no_result(gated, device):
+    case = make_case(6, 16, 140, "1 %", gated=gated, device=device, masked=True)
+    case.x[:, 1] += 1  # some more entries
+    state = learn(FFNState(140, device), case)
+    assert not torch.equal(state.decision.order.order.cpu(), torch.arange(140, dtype=torch.int32))
+    output, gradients = run(case, impl="triton", state=state)
+    assert not overflowed([state])
+    assert_accurate(case, output, gradients)
+
+
+def test_backward_uses_the_decision_of_its_forward(device):
+    """Activation checkpointing and pipelines put other passes, and updates, between a forward and its backward."""
+    case = make_case(4, 16, 70, "50 %", device=device)
+    state = learn(FFNState(70, device), case)
+    leaves = [t.detach().requires_grad_() for t in case.tensors]
+    output = sparse_ffn(*leaves, impl="triton", state=state)
+    state.decide(replace(FFNState(70, device).decision, version=state.decision.version + 1, room=(1, 1, 1)))
+    gradients = torch.autograd.grad(output.y, leaves, case.dy)
+    expected = torch.autograd.grad(sparse_ffn(*leaves, impl="torch").y, leaves, case.dy)
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_counts_add_up_over_passes(device):
+    case = make_case(6, 16, 40, "50 %", device=device, masked=True)
+    state = FFNState(40, device)
+    outputs = [run(case, impl="triton", state=state)[0] for _ in range(2)]
+    calls, tokens, entries, *_ = state.seen.numbers.tolist()
+    assert (calls, tokens) == (2, 2 * int(case.counted.sum()))
+    assert entries == -(-int(outputs[0].nnz.sum()) * 1024 // 6)  # per 1024 tokens, rounded up
+    assert torch.equal(state.seen.fired, outputs[0].fired + outputs[1].fired)
+    update([state])
+    assert not state.seen.numbers.any() and not state.seen.fired.any()
+
+
+def test_a_route_changes_only_for_a_clear_gain(device, monkeypatch):
+    case = make_case(6, 16, 70, "1 %", device=device)
+    state = learn(FFNState(70, device), case)
+    order = state.decision.order.order
+    shift = torch.zeros_like(case.x)
+    shift[:, 0] = 0.1  # fires a little differently
+    monkeypatch.setattr("kernels.dispatch.sparse_costs", lambda *_: (torch.tensor([1.0]), torch.tensor([1.0])))
+    for gain, kept in ((0.5 * HYSTERESIS, True), (2 * HYSTERESIS, False)):
+        best = 2 / (1 + gain)
+        monkeypatch.setattr("kernels.dispatch.best_n_hot", lambda *_, best=best: (64, Costs(best / 2, best / 2)))
+        learn(state, replace(case, x=case.x + shift))
+        assert torch.equal(state.decision.order.order, order) == kept
+        assert (state.decision.order.n_hot == 64) == (not kept)
+
+
+def test_a_restored_state_decides_alike(device):
+    case = make_case(6, 16, 140, "1 %", device=device)
+    state = learn(FFNState(140, device), case)
+    restored = FFNState(140, device)
+    restored.load_state_dict(state.state_dict())
+    assert restored.decision.room == state.decision.room
+    assert torch.equal(restored.decision.order.rank_of, state.decision.order.rank_of)
+    learn(state, case), learn(restored, case)
+    assert restored.decision.room == state.decision.room
+    assert torch.equal(restored.fired, state.fired)
+
+
+def test_table_says_what_was_decided(device):
+    case = make_case(6, 16, 140, "1 %", device=device)
+    lines = table([FFNState(140, device), learn(FFNState(140, device), case)]).splitlines()
+    assert "not measured yet" in lines[1]
+    assert str(learn(FFNState(140, device), case).decision.room) in lines[2]
