@@ -18,11 +18,12 @@ def learn(state: FFNState, case: Case) -> FFNState:
     return state
 
 
-def with_room(state: FFNState, **room: int) -> FFNState:
-    """The state with this much room per 1024 tokens for `entries`, `segments` or `blocks`."""
+def with_room(state: FFNState, buffer: str, room: int) -> FFNState:
+    """The state with this much room per 1024 tokens in one buffer."""
     old = state.decision
-    new = tuple(room.get(name, had) for name, had in zip(("entries", "segments", "blocks"), old.room, strict=True))
-    state.decide(replace(old, version=old.version + 1, room=new, routes={}))
+    rooms = list(old.room)
+    rooms[("entries", "segments", "blocks").index(buffer)] = room
+    state.decide(replace(old, version=old.version + 1, room=tuple(rooms), routes={}))
     return state
 
 
@@ -37,7 +38,7 @@ def with_room(state: FFNState, **room: int) -> FFNState:
 )
 def test_overflow_is_seen_and_repeating_the_step_is_exact(buffer, n, h, pattern, device):
     case = make_case(n, 8, h, pattern, device=device)
-    state = with_room(learn(FFNState(h, device), case), **{buffer: 1})
+    state = with_room(learn(FFNState(h, device), case), buffer, 1)
     run(case, impl="triton", state=state)
     assert overflowed([state])
     update([state])
@@ -52,7 +53,7 @@ def test_learnt_order_and_room_change_no_result(gated, device):
     case = make_case(6, 16, 140, "1 %", gated=gated, device=device, masked=True)
     case.x[:, 1] += 1  # some more entries
     state = learn(FFNState(140, device), case)
-    assert not torch.equal(state.decision.order.order.cpu(), torch.arange(140, dtype=torch.int32))
+    assert not torch.equal(state.decision.train.order.cpu(), torch.arange(140, dtype=torch.int32))
     output, gradients = run(case, impl="triton", state=state)
     assert not overflowed([state])
     assert_accurate(case, output, gradients)
@@ -64,7 +65,7 @@ def test_backward_uses_the_decision_of_its_forward(device):
     state = learn(FFNState(70, device), case)
     leaves = [t.detach().requires_grad_() for t in case.tensors]
     output = sparse_ffn(*leaves, impl="triton", state=state)
-    state.decide(replace(FFNState(70, device).decision, version=state.decision.version + 1, room=(1, 1, 1)))
+    state.decide(replace(FFNState(70, device).decision, version=state.decision.version + 1, room=(1, 1, 1, 1)))
     gradients = torch.autograd.grad(output.y, leaves, case.dy)
     expected = torch.autograd.grad(sparse_ffn(*leaves, impl="torch").y, leaves, case.dy)
     torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-4)
@@ -85,16 +86,16 @@ def test_counts_add_up_over_passes(device):
 def test_a_route_changes_only_for_a_clear_gain(device, monkeypatch):
     case = make_case(6, 16, 70, "1 %", device=device)
     state = learn(FFNState(70, device), case)
-    order = state.decision.order.order
+    order = state.decision.train.order
     shift = torch.zeros_like(case.x)
     shift[:, 0] = 0.1  # fires a little differently
     monkeypatch.setattr("kernels.dispatch.sparse_costs", lambda *_: (torch.tensor([1.0]), torch.tensor([1.0])))
     for gain, kept in ((0.5 * HYSTERESIS, True), (2 * HYSTERESIS, False)):
         best = 2 / (1 + gain)
-        monkeypatch.setattr("kernels.dispatch.best_n_hot", lambda *_, best=best: (64, Costs(best / 2, best / 2)))
+        monkeypatch.setattr("kernels.dispatch.best_n_hot", lambda *_, best=best, **__: (64, Costs(best / 2, best / 2)))
         learn(state, replace(case, x=case.x + shift))
-        assert torch.equal(state.decision.order.order, order) == kept
-        assert (state.decision.order.n_hot == 64) == (not kept)
+        assert torch.equal(state.decision.train.order, order) == kept
+        assert (state.decision.train.n_hot == 64) == (not kept)
 
 
 def test_a_restored_state_decides_alike(device):
@@ -103,7 +104,7 @@ def test_a_restored_state_decides_alike(device):
     restored = FFNState(140, device)
     restored.load_state_dict(state.state_dict())
     assert restored.decision.room == state.decision.room
-    assert torch.equal(restored.decision.order.rank_of, state.decision.order.rank_of)
+    assert torch.equal(restored.decision.train.rank_of, state.decision.train.rank_of)
     learn(state, case), learn(restored, case)
     assert restored.decision.room == state.decision.room
     assert torch.equal(restored.fired, state.fired)
