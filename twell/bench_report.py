@@ -83,8 +83,8 @@ def print_verdicts(cases: list[Case], results: list[dict]) -> None:
 
 
 def _cells(bar: Bar, comparison: dict, verdict: str) -> str:
-    must, aim = ("-" if value is None else f"{value:.2f}" for value in (bar.must, bar.aim))
-    return f"{comparison['ratio']:5.2f} {must:>5} {aim:>5} {verdict:<8} {comparison['ratio_silu']:5.2f}"
+    must, aim, silu = ("-" if x is None else f"{x:.2f}" for x in (bar.must, bar.aim, comparison["ratio_silu"]))
+    return f"{comparison['ratio']:5.2f} {must:>5} {aim:>5} {verdict:<8} {silu:>5}"
 
 
 def _memory(result: dict) -> str:
