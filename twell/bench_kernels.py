@@ -5,8 +5,8 @@
     python -m twell.bench kernels quick=true                             a smoke test, on any machine
 
 dense = the best of eager and compiled torch; for the step ReLU + L1, for the forward ReLU alone; SiLU is shown beside
-it in the first table. Both sides take turns in one run, over rotating batches; neuron order, capacities and densities are learnt from
-other batches than those timed. A step is forward + backward with the gradients of x and of all weights.
+it in the first table. Both sides take turns in one run, over rotating batches; neuron order, capacities and densities
+are learnt from other batches than those timed. A step is forward + backward with the gradients of x and all weights.
 """
 
 import json
