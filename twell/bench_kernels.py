@@ -11,6 +11,8 @@ are learnt from other batches than those timed. A step is forward + backward wit
 
 import json
 import math
+import time
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,7 +44,8 @@ class Options:
     compile: bool = True  # compare with compiled dense code as well
     rounds: int = 12  # turns that each side gets over all batches
     stages: bool = True  # profile each stage and compare it with its floor
-    out: str = ""  # JSON file for all results
+    max_seconds: float = 0  # start no further case after so long; 0 = run all
+    out: str = ""  # JSON file for all results, rewritten after each case
 
 
 def run(options: Options) -> None:
@@ -53,21 +56,37 @@ def run(options: Options) -> None:
         raise SystemExit(f"only={options.only!r} selects no case")
     environment = measure.environment(device) | {"dtype": str(dtype).removeprefix("torch."), "impl": options.impl}
     print_header(environment)
-    results, shape, dense, ceilings = [], None, None, None
+    started = time.perf_counter()
+    done, results, failures = [], [], []
+    shape, dense, ceilings = None, None, None
     for case in cases:
-        if case.shape != shape:
-            shape, dense = case.shape, Dense(case.gated, options.compile)
-            ceilings = measure.ceilings(case.n, case.d, case.h, dtype, device)
-            print_ceilings(case, ceilings)
-        results.append(measure_case(case, dense, ceilings, options, dtype, device))
+        if options.max_seconds and time.perf_counter() - started > options.max_seconds:
+            failures.append(
+                f"{len(cases) - len(done) - len(failures)} cases not run: max_seconds={options.max_seconds}"
+            )
+            break
+        try:
+            if case.shape != shape:
+                shape, dense = case.shape, Dense(case.gated, options.compile)
+                ceilings = measure.ceilings(case.n, case.d, case.h, dtype, device)
+                print_ceilings(case, ceilings)
+            results.append(measure_case(case, dense, ceilings, options, dtype, device))
+        except Exception as e:  # one case must not lose the others
+            traceback.print_exc()
+            failures.append(f"{case.name}: {type(e).__name__}")
+            continue
+        done.append(case)
         print_row(case, results[-1])
+        _write(options.out, environment, results)
     print_stages(results)
-    print_verdicts(cases, results)
-    if options.out:
-        path = Path(options.out)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"environment": environment, "results": results}, indent=1) + "\n")
-        print(f"written to {path}")
+    print_verdicts(done, results, failures)
+
+
+def _write(path: str, environment: dict, results: list[dict]) -> None:
+    """All results so far, after each case: a run that is cut short has lost nothing."""
+    if path:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps({"environment": environment, "results": results}, indent=1) + "\n")
 
 
 def _cases(options: Options) -> Iterable[Case]:

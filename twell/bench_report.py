@@ -60,13 +60,13 @@ def print_stages(results: list[dict]) -> None:
         print(f"  {result['case']:<34}", "  ".join(cells))
 
 
-def print_verdicts(cases: list[Case], results: list[dict]) -> None:
+def print_verdicts(cases: list[Case], results: list[dict], failures: list[str]) -> None:
     print("\nspeed-up over the best dense ReLU (+ L1 in the step), and over the best SiLU; must and aim; verdict")
     print(
         f"  {'case':<34} {'nnz':>6} | {'step':>5} {'must':>5} {'aim':>5} {'':8} {'silu':>5} "
         f"| {'fwd':>5} {'must':>5} {'aim':>5} {'':8} {'silu':>5} | {'error':>6} | held, transient MB (dense)"
     )
-    missed = []
+    missed = list(failures)
     for case, result in zip(cases, results, strict=True):
         verdicts = {name: getattr(case, name).verdict(result[name]["ratio"]) for name in ("step", "forward")}
         error = result["errors"]["worst_ratio"]

@@ -6,7 +6,7 @@ import pytest
 
 from twell import bench
 from twell.bench_cases import Bar, mask_cases, standard_cases, token_cases
-from twell.bench_kernels import stage_costs
+from twell.bench_kernels import measure_case, stage_costs
 from twell.measure import Ceilings
 
 
@@ -49,6 +49,27 @@ def test_only_selects_cases(tmp_path, capsys):
     assert not result["gated"]
     with pytest.raises(SystemExit, match="only='no such' selects no case"):
         bench.main(["kernels", "quick=true", "only=no such"])
+
+
+def test_a_failing_case_loses_no_other(tmp_path, capsys, monkeypatch):
+    def fail(case, *arguments):
+        if not case.gated:
+            raise RuntimeError("out of memory")
+        return measure_case(case, *arguments)
+
+    monkeypatch.setattr("twell.bench_kernels.measure_case", fail)
+    out = tmp_path / "results.json"
+    bench.main(["kernels", "quick=true", "compile=false", f"out={out}"])
+    printed = capsys.readouterr()
+    assert "uniform 40x100 non-gated nnz 5 n 255: RuntimeError" in printed.out
+    assert "out of memory" in printed.err
+    assert len(json.loads(out.read_text())["results"]) == 3
+
+
+def test_a_time_limit_is_kept(tmp_path, capsys):
+    out = tmp_path / "results.json"
+    bench.main(["kernels", "quick=true", "compile=false", "max_seconds=1e-9", f"out={out}"])
+    assert "4 cases not run: max_seconds=1e-09" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
