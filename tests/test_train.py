@@ -54,14 +54,18 @@ def subprocess_environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
+def expected_metrics() -> set[str]:
+    """Every documented key, for the two layers of a tiny model."""
+    whole = {key for key in METRICS if "{i}" not in key}
+    return whole | {key.replace("{i}", f"0{i}") for key in METRICS if "{i}" in key for i in range(2)}
+
+
 def test_a_run_learns_and_leaves_every_documented_metric(tmp_path):
     records = train_tiny(tmp_path, "name=a", "steps=30", "optim.lr=1e-2", "eval.interval=10")
     curve = losses(records)
     assert list(curve) == list(range(1, 31)) and curve[30] < 0.7 * curve[1]
     logged = {key for record in records for key in record}
-    expected = {key for key in METRICS if "{i}" not in key}
-    expected |= {key.replace("{i}", f"0{i}") for key in METRICS if "{i}" in key for i in range(2)}
-    assert logged == expected | {"time"}
+    assert logged == expected_metrics() | {"time"}
     assert [r["step"] for r in records if "val/loss" in r] == [10, 20, 30]
     run = tmp_path / "runs" / "a"
     assert {path.name for path in run.iterdir()} == {
@@ -209,6 +213,18 @@ def test_the_run_folder_does_not_depend_on_hydra_changing_directories(tmp_path, 
     assert done.returncode == 0, done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"texts", "datasets", "runs"}
     assert len(losses(read_metrics(tmp_path / "runs" / "a"))) == 2
+
+
+@pytest.mark.slow
+def test_the_offline_wandb_run_holds_every_documented_metric(tmp_path):
+    train_tiny(tmp_path, "name=a", "steps=3", "wandb.mode=offline", "wandb.tags=[mine]")
+    (log,) = (tmp_path / "runs" / "a" / "wandb").glob("offline-run-*/run-*.wandb")
+    inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(log)]
+    records = [json.loads(line) for line in subprocess.check_output(inspect, text=True).splitlines()]
+    logged = {key for r in records if r["type"] == "history" for key in r["history"]["item"]}
+    assert expected_metrics() <= logged
+    (run,) = (r["run"] for r in records if r["type"] == "run")
+    assert {"nano", "sparse", "text", "adamw", "mine"} <= set(run["tags"]) and run["run_group"] == "nano-text"
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -319,9 +320,16 @@ def validate(cfg: Config, world_size: int = 1) -> None:
     _check_model(cfg)
     _check_data(cfg)
     _check_schedule(cfg)
-    if cfg.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device=cuda, but torch sees no GPU; use device=auto or device=cpu")
+    _check_machine(cfg)
     accumulation_steps(cfg, world_size)
+
+
+def _check_machine(cfg: Config) -> None:
+    on_gpu = cfg.device != "cpu" and torch.cuda.is_available()
+    if cfg.device == "cuda" and not on_gpu:
+        raise ConfigError("device=cuda, but torch sees no GPU; use device=auto or device=cpu")
+    if cfg.compile and not on_gpu and shutil.which(os.environ.get("CXX", "g++")) is None:
+        raise ConfigError("compile=true on a CPU needs a C++ compiler, and no g++ is on PATH; use compile=false")
 
 
 def _check_values(cfg: Config) -> None:

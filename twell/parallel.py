@@ -51,7 +51,8 @@ def start(device: str) -> Ranks:
         torch.cuda.set_device(local_rank)
     place = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if "RANK" in os.environ and not dist.is_initialized():
-        dist.init_process_group("nccl" if use_cuda else "gloo", timeout=COLLECTIVE_TIMEOUT)
+        backend, device_id = ("nccl", place) if use_cuda else ("gloo", None)
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device_id)
     if not dist.is_initialized():
         return Ranks(0, 1, place)
     return Ranks(dist.get_rank(), dist.get_world_size(), place)

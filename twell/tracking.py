@@ -199,15 +199,16 @@ def console_line(step: int, total_steps: int, values: dict[str, Any], eta_second
 
 def validation_line(step: int, values: dict[str, Any]) -> str:
     """The lines that a validation prints: the model's losses beside what counting reaches, and the sample."""
-    text = (
-        f"step {step}  validation loss {values['val/loss']:.4f} (unigram {values['val/unigram_loss']:.4f})  "
-        f"perplexity {values['val/perplexity']:.2f}  bits per byte {values['val/bits_per_byte']:.4f}"
-    )
-    if values["val/order3_bits_per_byte"] is not None:
-        text += f" (order-3 byte table {values['val/order3_bits_per_byte']:.4f})"
-    if "val/sample" in values:
-        text += f"\n  sample: {values['val/sample']!r}"
-    return text
+    unigram, order3 = values["val/unigram_loss"], values["val/order3_bits_per_byte"]
+    parts = [
+        f"step {step}",
+        f"validation loss {values['val/loss']:.4f}" + (f" (unigram {unigram:.4f})" if unigram is not None else ""),
+        f"perplexity {values['val/perplexity']:.2f}",
+        f"bits per byte {values['val/bits_per_byte']:.4f}"
+        + (f" (order-3 byte table {order3:.4f})" if order3 is not None else ""),
+    ]
+    sample = f"\n  sample: {values['val/sample']!r}" if "val/sample" in values else ""
+    return "  ".join(parts) + sample
 
 
 def format_seconds(seconds: float) -> str:

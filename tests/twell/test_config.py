@@ -2,6 +2,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tests.training import compose_config
 from twell.config import (
@@ -34,7 +35,7 @@ def test_every_experiment_is_valid(experiment):
 
 @pytest.mark.parametrize("data", sorted(path.stem for path in (CONFIG_DIR / "data").glob("*.yaml")))
 def test_every_data_preset_composes(data):
-    needed = {"hf": ["data.hf_path=x"]} | dict.fromkeys(("text", "jsonl", "shards"), ["data.paths=[x]"])
+    needed = {"hf": ["data.hf_path=x"]} | {key: ["data.paths=[x]"] for key in ("text", "jsonl", "shards")}
     validate(compose_config(f"data={data}", *needed.get(data, [])))
 
 
@@ -79,6 +80,15 @@ def test_what_cannot_work_is_refused_naming_flag_value_and_choices(override, par
         )
     for part in parts:
         assert part in str(caught.value)
+
+
+def test_what_the_machine_lacks_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match=r"compile=true on a CPU needs a C\+\+ compiler"):
+        validate(compose_config("compile=true"))
+    with pytest.raises(ConfigError, match="device=cuda, but torch sees no GPU"):
+        validate(compose_config("device=cuda"))
 
 
 def test_l1_and_triton_are_refused_for_dense_kinds():

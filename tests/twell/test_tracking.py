@@ -9,7 +9,7 @@ import torch
 
 from tests.training import compose_config
 from twell import tracking
-from twell.tracking import METRICS, StopWatch, Tracker, console_line, format_seconds, peak_flops
+from twell.tracking import METRICS, StopWatch, Tracker, console_line, format_seconds, peak_flops, validation_line
 
 README = Path(tracking.__file__).parent.parent / "README.md"
 
@@ -127,6 +127,15 @@ def test_console_line_says_na_for_unknown_mfu_and_shows_l0():
     sparse = {"sparsity/l0_mean": 30.0, "sparsity/density": 0.0053, "sparsity/l0_max": 99.0}
     assert "L0 30.0 (0.53%, max 99)" in console_line(3, 10, values | sparse, 61)
     assert "MFU 47.1%" in console_line(3, 10, values | {"perf/mfu": 0.471}, 61)
+
+
+def test_validation_line_shows_what_counting_reaches_where_it_is_known():
+    values = {"val/loss": 1.5, "val/perplexity": 4.48, "val/bits_per_byte": 2.0}
+    known = {"val/unigram_loss": 3.0, "val/order3_bits_per_byte": 2.5, "val/sample": "a\nb"}
+    line = validation_line(7, values | known)
+    assert "1.5000 (unigram 3.0000)" in line and "2.0000 (order-3 byte table 2.5000)" in line and r"'a\nb'" in line
+    stream = validation_line(7, values | {"val/unigram_loss": None, "val/order3_bits_per_byte": None})
+    assert "unigram" not in stream and "table" not in stream
 
 
 def test_format_seconds():

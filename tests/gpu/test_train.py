@@ -1,0 +1,57 @@
+"""What the loop promises on a GPU: bf16, compiled, one host read per step, and a resume that goes on."""
+
+import pytest
+import torch
+
+import train
+from tests.training import losses, train_tiny
+
+pytestmark = pytest.mark.gpu
+GPU = ("device=cuda", "compile=true", "optim.lr=1e-2")
+
+
+@pytest.mark.parametrize("ffn", ["dense_silu", "sparse"])
+def test_nothing_but_the_host_read_waits_for_the_device(tmp_path, monkeypatch, ffn):
+    """From the third step on (the first two compile), any other synchronisation raises."""
+    steps = []
+    start, stop, read = train.StopWatch.start, train.StopWatch.stop, train.HostRead.read
+
+    def guarded_start(self):
+        steps.append(None)
+        torch.cuda.set_sync_debug_mode("error" if len(steps) > 2 else "default")
+        start(self)
+
+    def unguarded(function):
+        def call(self, *args):
+            before = torch.cuda.get_sync_debug_mode()
+            torch.cuda.set_sync_debug_mode("default")
+            result = function(self, *args)
+            torch.cuda.set_sync_debug_mode(before)
+            return result
+
+        return call
+
+    def stopped(self):
+        stop(self)
+        torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(train.StopWatch, "start", guarded_start)
+    monkeypatch.setattr(train.StopWatch, "stop", stopped)
+    monkeypatch.setattr(train.HostRead, "read", unguarded(read))
+    records = train_tiny(tmp_path, "name=a", f"ffn={ffn}", "steps=6", *GPU)
+    assert len(steps) == 6 and len(losses(records)) == 6
+
+
+def test_a_resumed_run_goes_on_as_the_whole_one(tmp_path):
+    whole = losses(train_tiny(tmp_path, "name=whole", "steps=12", "optim.schedule.horizon=12", *GPU))
+    train_tiny(tmp_path, "name=parts", "steps=5", "optim.schedule.horizon=12", *GPU)
+    parts = losses(train_tiny(tmp_path, "name=parts", "steps=12", "optim.schedule.horizon=12", *GPU))
+    assert parts == pytest.approx(whole, rel=2e-3)
+    assert whole[12] < whole[1]
+
+
+def test_bf16_follows_fp32(tmp_path):
+    bf16, fp32 = (
+        losses(train_tiny(tmp_path, f"name={dtype}", f"dtype={dtype}", "steps=10", *GPU)) for dtype in ("bf16", "fp32")
+    )
+    assert bf16 == pytest.approx(fp32, rel=2e-2)
