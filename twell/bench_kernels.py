@@ -158,31 +158,53 @@ class Sparse:
             self.state = FFNState(h, device)
 
     def learn(self, batches: list[tuple[Tensor, Tensor]], weights: Iterable[Tensor | None]) -> Tensor:
-        """Show it the batches, forward and backward, twice: the first time tells how sparse it is, the second how much
-        room its buffers need when it runs accordingly. Returns how often each neuron fired, int64 [h]."""
+        """Show it the batches twice: the first time tells how sparse it is, the second how much room its buffers need
+        when it runs accordingly. Returns how often each neuron fired, int64 [h]."""
         for _ in range(2):
-            fired = []
-            for x, dy in batches:
-                leaves = _leaves(x, weights)
-                output = self.full(*leaves)
-                _gradients(output[:2], leaves, dy)
-                fired.append(output.fired)
-            self.update()
+            fired = self._see(batches, weights)
+            self._update()
+        return fired
+
+    def repair(self, batches: list[tuple[Tensor, Tensor]], weights: Iterable[Tensor | None]) -> int:
+        """Enlarge its buffers until the batches fit, as a trainer does that repeats the step; returns how often."""
+        for repeats in range(4):
+            self._see(batches, weights)
+            if not self.overflowed():
+                return repeats
+            self._update()
+        raise RuntimeError("the buffers overflow again and again")
+
+    def _see(self, batches: list[tuple[Tensor, Tensor]], weights: Iterable[Tensor | None]) -> Tensor:
+        fired = []
+        for x, dy in batches:
+            self.full(x, *weights)
+            leaves = _leaves(x, weights)
+            output = self.full(*leaves)
+            _gradients(output[:2], leaves, dy)
+            fired.append(output.fired)
         return torch.stack(fired).sum(0)
 
-    def update(self) -> None:
+    def _update(self) -> None:
         if self.state is not None:
             from kernels.state import update
 
             update([self.state])
 
-    def report(self) -> dict | None:
-        """What it decided, and whether a buffer overflowed since the last update: then its results are incomplete."""
+    def overflowed(self) -> bool:
+        """Whether a buffer was too small since the last update: then results are incomplete."""
         if self.state is None:
-            return None
-        from kernels.state import overflowed, table
+            return False
+        from kernels.state import overflowed
 
-        return {"overflowed": bool(overflowed([self.state])), "table": table([self.state])}
+        return bool(overflowed([self.state]))
+
+    def decision(self) -> str:
+        """How it decided to run."""
+        if self.state is None:
+            return "dense products in torch"
+        from kernels.state import table
+
+        return table([self.state])
 
     def full(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> FFNOutput:
         return sparse_ffn(x, w_gate, w_up, w_down, impl=self.impl, state=self.state)
@@ -215,6 +237,7 @@ def measure_case(
     fired = sparse.learn([problem.batch(case.n, number) for number in LEARNT_FROM], weights)
     batches = [problem.batch(case.n, number) for number in TIMED]
     leaves = [_leaves(x, weights) for x, _ in batches]
+    repeats = sparse.repair(batches, weights)
 
     def step(ffn: Callable) -> Callable[[int], tuple]:
         return lambda i: _gradients(ffn(*leaves[i]), leaves[i], batches[i][1])
@@ -238,7 +261,7 @@ def measure_case(
     result["errors"] = errors(batches[0], weights, sparse, dense.eager["relu_l1"])
     candidates = dense.variants("relu_l1") | {"sparse": sparse}
     result["memory"] = {name: _memory(f, leaves[0], batches[0][1], device) for name, f in candidates.items()}
-    result["decision"] = sparse.report()
+    result |= {"decision": sparse.decision(), "repeats": repeats, "overflowed": sparse.overflowed()}
     if options.stages and device.type == "cuda":
         kernels = measure.time_by_kernel(step(sparse), len(TIMED), 3)
         union = tile_union(batches[0][0], fired, weights)

@@ -1,7 +1,5 @@
 """The tables that `python -m twell.bench kernels` prints."""
 
-import sys
-
 from twell.bench_cases import Bar, Case
 from twell.measure import MB, Ceilings
 
@@ -42,9 +40,8 @@ def print_row(case: Case, result: dict) -> None:
         "  ".join(f"{name} {error:.1e} ({errors['dense'][name]:.1e})" for name, error in errors["sparse"].items()),
         "  (dense)",
     )
-    if result["decision"] is not None:
-        print("   ", result["decision"]["table"].replace("\n", "\n    "))
-    sys.stdout.flush()
+    repeats = f"    {result['repeats']} repeats with larger buffers" if result["repeats"] else ""
+    print("   ", result["decision"].replace("\n", "\n    ") + repeats, flush=True)
 
 
 def print_stages(results: list[dict]) -> None:
@@ -73,7 +70,7 @@ def print_verdicts(cases: list[Case], results: list[dict], failures: list[str]) 
         held = _memory(result)
         missed += [f"{case.name}: {name}" for name, verdict in verdicts.items() if verdict == "MISS"]
         missed += [f"{case.name}: error"] * (not error <= ERROR_LIMIT)
-        missed += [f"{case.name}: overflow"] * (result["decision"] is not None and result["decision"]["overflowed"])
+        missed += [f"{case.name}: overflow"] * result["overflowed"]
         missed += [f"{case.name}: {name}" for name in _memory_misses(case, result)]
         print(
             f"  {case.name:<34} {result['nnz']['mean']:6.1f} | {_cells(case.step, result['step'], verdicts['step'])} "
