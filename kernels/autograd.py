@@ -6,6 +6,8 @@ traced, so a layer that becomes sparse, or reorders its neurons, recompiles noth
 byte buffer whose size only the run knows: a data-dependent shape to the compiler.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -25,8 +27,19 @@ DENSE, SPARSE = 0, 1
 
 def _decision(state: FFNState | None, version: int | None, h: int, device: torch.device) -> Decision:
     if state is None:
-        return Decision(0, natural(h, device))
+        return _without_state(h, device)
     return state.decision if version is None else state.decisions[version]
+
+
+@functools.cache
+def _without_state(h: int, device: torch.device) -> Decision:
+    order = natural(h, device)
+    return Decision(0, order, order)
+
+
+def _mask(counted: Tensor | None) -> Tensor | None:
+    """The bool mask as the kernels read it."""
+    return None if counted is None else counted.view(torch.int8)
 
 
 @torch.library.custom_op("twell::ffn_forward", mutates_args=())
@@ -40,6 +53,7 @@ def ffn_forward(
     """
     n, d = x.shape
     h = w_up.shape[0]
+    counted = _mask(counted)
     state = None if handle is None else FFNState.of(handle)
     decision = _decision(state, None, h, x.device)
     shape = Shape(n, d, h, w_gate is not None, x.element_size())
@@ -49,7 +63,7 @@ def ffn_forward(
     if not force and not decision.runs_sparse(shape, save, x.device, x.dtype):
         return *_dense_forward(x, w_gate, w_up, w_down, counted, seen, save), torch.tensor([DENSE, 0, 0, 0])
     room = None if decision.room is None else decision.room_for(n, h, save)
-    out = sparse.forward(x, w_gate, w_up, w_down, counted, decision.order, room, seen, save)
+    out = sparse.forward(x, w_gate, w_up, w_down, counted, decision.order(save), room, seen, save)
     memory = out.memory if save else out.memory.new_empty(0)
     layout = torch.tensor([SPARSE, decision.version, out.shape.entries, out.shape.segments])
     return out.y, out.l1, out.rows.count, out.fired, memory, layout
@@ -69,7 +83,7 @@ def _dense_forward(x, w_gate, w_up, w_down, counted, seen, save):
     count, fired, l1_parts = dense.activate(z, u, a, counted)
     y = a @ w_down
     l1 = summarize(l1_parts, count, fired, counted, seen, None)
-    return y, l1, count.clone(), fired.clone(), memory if save else memory.new_empty(0)
+    return y, l1, count, fired, memory if save else memory.new_empty(0)
 
 
 @ffn_forward.register_fake
@@ -91,28 +105,20 @@ def ffn_backward(
     """(dx, dw_gate, dw_up, dw_down); dw_gate is empty if non-gated."""
     h = w_up.shape[0]
     gated = w_gate is not None
-    dy = dy.contiguous()
+    dy, counted = dy.contiguous(), _mask(counted)
     route, version, entries, segments = layout.tolist()
     if route == DENSE:
         dx, dw_gate, dw_up, dw_down = _dense_backward(dy, dl1, x, w_gate, w_up, w_down, counted, memory)
     else:
         state = None if handle is None else FFNState.of(handle)
         decision = _decision(state, version, h, x.device)
-        n, tiles = x.shape[0], sparse.cold_tiles(h, decision.order)
+        order = decision.order(True)
+        n, tiles = x.shape[0], sparse.cold_tiles(h, order)
         rows = RowsShape(n, tiles, entries, segments, gated).carve(memory, x.dtype, count)
         blocks = min(entries, n * tiles) if decision.room is None else decision.room_for(n, h, True).blocks
+        seen = None if state is None else state.seen
         dx, dw_gate, dw_up, dw_down = sparse.backward(
-            dy,
-            dl1,
-            x,
-            w_gate,
-            w_up,
-            w_down,
-            counted,
-            decision.order,
-            blocks,
-            None if state is None else state.seen,
-            rows,
+            dy, dl1, x, w_gate, w_up, w_down, counted, order, blocks, seen, rows
         )
     return dx, dw_gate if gated else w_up.new_empty(0), dw_up, dw_down
 
@@ -120,15 +126,15 @@ def ffn_backward(
 def _dense_backward(dy, dl1, x, w_gate, w_up, w_down, counted, memory):
     n, h = x.shape[0], w_up.shape[0]
     gated = w_gate is not None
-    z, u, a = memory.view(x.dtype).view(3, n, h) if gated else (None, None, memory.view(x.dtype).view(n, h))
+    matrices = memory.view(x.dtype).view(-1, n, h)
+    z, u, a = (matrices[0], matrices[1], matrices[2]) if gated else (matrices[0], None, matrices[0])
     da = dy @ w_down.T
-    dw_down = a.T @ dy
     du = torch.empty_like(da) if gated else None
-    dense.activate_backward(z, u, a, da, du, dl1, counted)
+    dense.activate_backward(z, u, da, du, dl1, counted)
     if not gated:
-        return da @ w_up, None, da.T @ x, dw_down
-    dx = torch.addmm(da @ w_gate, du, w_up)
-    return dx, da.T @ x, du.T @ x, dw_down
+        return da @ w_up, None, da.T @ x, a.T @ dy
+    dx = (da @ w_gate).addmm_(du, w_up)
+    return dx, da.T @ x, du.T @ x, a.T @ dy
 
 
 @ffn_backward.register_fake

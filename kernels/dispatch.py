@@ -23,7 +23,11 @@ class Rates(NamedTuple):
     gather: float = 8.5e12  # weight rows out of L2, bytes/s
     tiles: float = 4.6e12  # x and dy rows gathered by the weight gradients, bytes/s
     memory: float = 4.0e12  # device memory, bytes/s
-    launch: float = 4e-6  # one more kernel in a sequence of small ones, s
+    entries: float = 1.5e10  # non-zeros compacted, or moved between packed and dense layouts, per second
+    launch: float = 3e-6  # one more kernel in a sequence of small ones, s
+
+
+HOT_EFFICIENCY = 0.85  # of the rate of large products, that the narrow ones of the hot neurons reach
 
 
 class Costs(NamedTuple):
@@ -67,29 +71,30 @@ def sparse_costs(shape: Shape, rates: Rates, rate: Tensor, n_hot: Tensor) -> tup
     blocks = n * (tile_rate.sum() - first_tile)  # as if neurons fired independently, which overestimates
 
     any_hot = (n_hot > 0).double()
-    product = 2 * n * d * n_hot / rates.flops
+    product = 2 * n * d * n_hot / (HOT_EFFICIENCY * rates.flops)
     matrix = n * n_hot * size / rates.memory
     stream = n * row / rates.memory  # one read or write of an [n, d] matrix
     gathered = n * cold_nnz * row / rates.gather
-    per_entry = n * rate.sum() * 3e-12  # compaction and the hot entries: scattered, but few
+    entries = n * rate.sum() / rates.entries
+    hot_entries = n * hot_nnz / rates.entries
     inner = 2 if gated else 1  # matrices beside w_down
 
-    forward = 2 * n * d * h / rates.flops + n * h / 4 / rates.memory + per_entry + 2 * stream + 5 * rates.launch
+    forward = 2 * n * d * h / rates.flops + n * h / 4 / rates.memory + entries + 2 * stream + 5 * rates.launch
     forward = forward + gathered * inner + any_hot * (2 * stream + 6 * rates.launch)
-    forward = forward + product * inner + matrix * (2 + inner)
-    backward = 2 * stream + 5 * rates.launch + gathered * (1 + inner) + per_entry
+    forward = forward + product * inner + matrix * (2 + inner) + hot_entries
+    backward = 2 * stream + 5 * rates.launch + gathered * (1 + inner) + hot_entries
     backward = backward + blocks * 2 * row / rates.tiles + blocks * TILE * (1 + inner) * size / rates.memory
     backward = backward + any_hot * (2 * stream + 9 * rates.launch) + product * 3 * inner + matrix * (4 + 2 * inner)
     return forward, backward
 
 
-def best_n_hot(shape: Shape, rates: Rates, rate: Tensor) -> tuple[int, Costs]:
-    """The number of hot neurons that makes forward + backward fastest, and what it then costs."""
+def best_n_hot(shape: Shape, rates: Rates, rate: Tensor, backward: bool) -> tuple[int, Costs]:
+    """The number of hot neurons that makes a pass with or without backward fastest, and what it then costs."""
     alive = -(-int((rate > 0).sum()) // TILE) * TILE
     candidates = torch.arange(0, min(alive, shape.h) + 1, TILE)
-    forward, backward = sparse_costs(shape, rates, rate, candidates)
-    best = int((forward + backward).argmin())
-    return int(candidates[best]), Costs(float(forward[best]), float(backward[best]))
+    costs = sparse_costs(shape, rates, rate, candidates)
+    best = int((costs[0] + costs[1] * backward).argmin())
+    return int(candidates[best]), Costs(float(costs[0][best]), float(costs[1][best]))
 
 
 @functools.cache
@@ -99,7 +104,7 @@ def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
         return Rates()
     from kernels.ceilings import read_rows
 
-    default, d, h, n = Rates(), 2048, 4096, 8192
+    default, d, h, n = Rates(), 2048, 4096, 16384
     x = torch.randn(n, d, device=device, dtype=dtype)
     w = torch.randn(h, d, device=device, dtype=dtype)
     picked = torch.randint(h, (n, 64), device=device, dtype=torch.int32)
@@ -108,13 +113,15 @@ def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     gather = picked.numel() * d * x.element_size() / _seconds(lambda: read_rows(w, picked))
     memory = 2 * big.numel() / _seconds(big.clone)
     scale = gather / default.gather
-    return Rates(0.95 * flops, gather, default.tiles * scale, memory, default.launch)
+    return default._replace(flops=flops, gather=gather, tiles=default.tiles * scale, memory=memory)
 
 
 def _seconds(run) -> float:
-    """Median time of one call."""
+    """Median time of one call, after enough of them to raise the clocks."""
+    for _ in range(20):
+        run()
     times = []
-    for _ in range(8):
+    for _ in range(9):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         run()

@@ -91,6 +91,54 @@ def hot_backward_kernel(
         tl.store(hidden + base + rank, a, mask=live)
 
 
+@triton.jit
+def hot_copy_kernel(
+    w0, w1, w2, packed, order, n_hot, D: tl.constexpr, DP: tl.constexpr, GATHER: tl.constexpr,
+):  # fmt: skip
+    """Rows order[:n_hot] of up to three matrices [h, D], from or to packed [matrices * n_hot, D]."""
+    rank, matrix = tl.program_id(0), tl.program_id(1)
+    d = tl.arange(0, DP)
+    mask = d < D
+    inside = packed + (matrix * n_hot + rank).to(tl.int64) * D + d
+    outside = tl.load(order + rank).to(tl.int64) * D + d
+    if GATHER:
+        if matrix == 0:
+            row = tl.load(w0 + outside, mask=mask)
+        elif matrix == 1:
+            row = tl.load(w1 + outside, mask=mask)
+        else:
+            row = tl.load(w2 + outside, mask=mask)
+        tl.store(inside, row, mask=mask)
+    else:
+        row = tl.load(inside, mask=mask)
+        if matrix == 0:
+            tl.store(w0 + outside, row, mask=mask)
+        elif matrix == 1:
+            tl.store(w1 + outside, row, mask=mask)
+        else:
+            tl.store(w2 + outside, row, mask=mask)
+
+
+def _copy(matrices: list[torch.Tensor], packed: torch.Tensor, order: torch.Tensor, n_hot: int, gather: bool) -> None:
+    d = packed.shape[1]
+    w0, w1, w2 = (*matrices, *matrices[-1:] * (3 - len(matrices)))
+    hot_copy_kernel[(n_hot, len(matrices))](
+        w0, w1, w2, packed, order, n_hot, D=d, DP=triton.next_power_of_2(d), GATHER=gather, num_warps=4
+    )
+
+
+def gather_rows(matrices: list[torch.Tensor], order: torch.Tensor, n_hot: int) -> torch.Tensor:
+    """Rows order[:n_hot] of one to three matrices [h, d], one under the other: [len(matrices) * n_hot, d]."""
+    packed = matrices[0].new_empty(len(matrices) * n_hot, matrices[0].shape[1])
+    _copy(matrices, packed, order, n_hot, gather=True)
+    return packed
+
+
+def scatter_rows(packed: torch.Tensor, matrices: list[torch.Tensor], order: torch.Tensor, n_hot: int) -> None:
+    """The inverse: write rows order[:n_hot] of each matrix."""
+    _copy(matrices, packed, order, n_hot, gather=False)
+
+
 def _options(n_hot: int) -> dict[str, int]:
     """One warp a token is enough while the rows are short."""
     return {"C": 512, "B": 64, "num_warps": 1} if n_hot <= 1024 else {"C": 1024, "B": 128, "num_warps": 4}
@@ -142,14 +190,18 @@ def backward(
 
 
 def aot_cases(arch: int) -> list[AotCase]:
-    indices = dict.fromkeys(("column", "start", "hot", "rank_of"), "*i32")
-    signature = indices | {"counted": "*i8", "l1": "*fp32", "dl1": "*fp32", "n_hot": "i32"}
+    signature = dict.fromkeys(("column", "start", "hot", "rank_of", "order"), "*i32") | {
+        "counted": "*i8",
+        "n_hot": "i32",
+    }
+    signature |= dict.fromkeys(("l1", "dl1"), "*fp32")
     options = _options(2048)
-    constexprs = {"C": options["C"], "B": options["B"], "GATED": True, "COUNTED": True}
-    cases = [(hot_forward_kernel, constexprs | {"SAVE": True}), (hot_backward_kernel, constexprs)]
+    flags = {"C": options["C"], "B": options["B"], "GATED": True, "COUNTED": True}
+    cases = [(hot_forward_kernel, flags | {"SAVE": True}), (hot_backward_kernel, flags)]
+    cases += [(hot_copy_kernel, {"D": 2048, "DP": 2048, "GATHER": gather}) for gather in (True, False)]
     return [
         AotCase(
-            name=kernel.__name__,
+            name=f"{kernel.__name__} {values.get('GATHER', '')}",
             kernel=kernel,
             signature={a: "constexpr" if a in values else signature.get(a, "*bf16") for a in kernel.arg_names},
             constexprs=values,

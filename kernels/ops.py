@@ -70,7 +70,7 @@ def sparse_ffn(
         None if w_gate is None else w_gate.contiguous(),
         w_up.contiguous(),
         w_down.contiguous(),
-        None if counted is None else counted.flatten().contiguous().view(torch.int8),
+        None if counted is None else counted.flatten().contiguous(),
         None if state is None else state.handle,
         impl == "triton",
         save,
@@ -79,9 +79,13 @@ def sparse_ffn(
 
 
 @torch.compiler.assume_constant_result
-@functools.cache
 def unsupported(device: torch.device, dtype: torch.dtype, d: int) -> str | None:
     """Why the Triton path cannot run there, or None if it can. On a GPU that it cannot use, says so, once."""
+    return _unsupported(device, dtype, d)
+
+
+@functools.cache
+def _unsupported(device: torch.device, dtype: torch.dtype, d: int) -> str | None:
     if d > MAX_WIDTH:
         reason = f"d = {d} is wider than {MAX_WIDTH}"
     else:

@@ -18,12 +18,8 @@ class Order(NamedTuple):
 
     order: Tensor  # int32 [h], neuron of each rank
     rank_of: Tensor  # int32 [h], its inverse
-    hot_index: Tensor  # int64 [n_hot], order[:n_hot] as torch indexes with
     hot_words: Tensor  # int32 [ceil(h / 32)], one bit per hot column
-
-    @property
-    def n_hot(self) -> int:
-        return self.hot_index.shape[0]
+    n_hot: int
 
     @property
     def cold(self) -> Tensor:
@@ -41,7 +37,7 @@ def make_order(order: Tensor, n_hot: int) -> Order:
     is_hot[order[:n_hot].long()] = 1
     words = (is_hot.view(-1, 32) << torch.arange(32, device=device)).sum(1)
     words = torch.where(words >= 2**31, words - 2**32, words).int()  # the 32 bits as a signed number
-    return Order(order.int(), rank_of, order[:n_hot].long(), words)
+    return Order(order.int(), rank_of, words, n_hot)
 
 
 def natural(h: int, device: torch.device) -> Order:

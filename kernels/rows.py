@@ -18,7 +18,7 @@ import triton.language as tl
 
 from kernels.aot import AotCase
 from kernels.compact import SPLIT, PackedRows
-from kernels.launch import TILE
+from kernels.launch import TILE, capability
 from kernels.plan import NeuronTiles
 
 
@@ -186,8 +186,10 @@ def rows_reduce_kernel(
         tl.store(at, acc.to(out.dtype.element_ty), mask=d < D)
 
 
-def _config(d: int, backward: bool) -> tuple[int, int, int]:
+def _config(arch: int, d: int, backward: bool) -> tuple[int, int, int]:
     """(num_warps, entries per iteration, pipeline stages) for rows of d values."""
+    if arch == 0:
+        return 1, 8, 1
     padded = triton.next_power_of_2(d)
     if padded <= 1024:
         return 1, 1 if backward else 2, 1
@@ -225,7 +227,7 @@ def forward(
     partial = torch.empty(rows.segments, d, dtype=torch.float32, device=x.device)
     if n == 0:
         return
-    warps, j, stages = _config(d, backward=False)
+    warps, j, stages = _config(capability(x.device), d, backward=False)
     gated = w_up is not None
     rows_forward_kernel[(rows.segments + n,)](
         x, w_up if gated else w_down, w_down, rows.column, rows.value, rows.up, rows.start, rows.count, rows.hot,
@@ -259,7 +261,7 @@ def backward(
     partial = torch.empty(rows.segments, d, dtype=torch.float32, device=dy.device)
     if n == 0:
         return
-    warps, j, stages = _config(d, backward=True)
+    warps, j, stages = _config(capability(x.device), d, backward=True)
     gated = w_gate is not None
     rows_backward_kernel[(rows.segments + n,)](
         x, dy, dl1, w_gate if gated else w_up, w_up, w_down, rows.column, rows.value, rows.up, rows.start, rows.count,
@@ -287,7 +289,7 @@ def aot_cases(arch: int) -> list[AotCase]:
             if backward is None:
                 values, warps = shared | {"BD": 512, "P": 8}, 4
             else:
-                warps, j, stages = _config(d, backward)
+                warps, j, stages = _config(arch, d, backward)
                 extra = {"TILE_SIZE": TILE} if backward else {"SAVE": True}
                 values = flags | extra | {"J": j, "STAGES": stages}
             types = {a: "constexpr" if a in values else signature.get(a, dtype) for a in kernel.arg_names}

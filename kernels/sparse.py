@@ -74,10 +74,11 @@ def forward(
     n_hot = order.n_hot
     l1_parts = torch.empty((n if n_hot else 0) + room.segments + n, dtype=torch.float32, device=x.device)
     if n_hot:
-        u_hot = x @ w_up[order.hot_index].T if gated else None
+        weights = hot.gather_rows([w_up, w_down] if gated else [w_down], order.order, n_hot)
+        u_hot = x @ weights[:n_hot].T if gated else None
         a_hot = hot.forward(u_hot, packed, order.rank_of, n_hot, counted, l1_parts)
-        y = a_hot @ w_down[order.hot_index]
-        del u_hot, a_hot
+        y = a_hot @ weights[-n_hot:]
+        del u_hot, a_hot, weights
     else:
         y = torch.empty_like(x)
     rows.forward(x, w_up if gated else None, w_down, packed, y, n_hot > 0, counted, l1_parts[n if n_hot else 0 :])
@@ -104,21 +105,20 @@ def backward(
     dw_gate = torch.empty_like(w_gate) if gated else None
     dw_up, dw_down = torch.empty_like(w_up), torch.empty_like(w_down)
     if n_hot:
-        index = order.hot_index
-        da_hot = dy @ w_down[index].T
+        matrices = [w_gate, w_up, w_down] if gated else [w_up, w_down]
+        weights = hot.gather_rows(matrices, order.order, n_hot)
+        da_hot = dy @ weights[-n_hot:].T
         inner, hidden = hot.backward(da_hot, dl1, packed, gated, order.rank_of, n_hot, counted)
         del da_hot
-        dx = inner @ (torch.cat([w_gate[index], w_up[index]]) if gated else w_up[index])
-        dw_inner = inner.T @ x  # [2 n_hot, d] gated, [n_hot, d] non-gated
-        if gated:
-            dw_gate.index_copy_(0, index, dw_inner[:n_hot])
-        dw_up.index_copy_(0, index, dw_inner[-n_hot:])
-        dw_down.index_copy_(0, index, hidden.T @ dy)
-        del inner, hidden, dw_inner
+        dx = inner @ weights[:-n_hot]
+        dw = weights  # as large, and not needed any more
+        torch.mm(inner.T, x, out=dw[:-n_hot])
+        torch.mm(hidden.T, dy, out=dw[-n_hot:])
+        hot.scatter_rows(dw, [dw_gate, dw_up, dw_down] if gated else [dw_up, dw_down], order.order, n_hot)
+        del inner, hidden, weights, dw
     else:
         dx = torch.empty_like(x)
     tiles = plan.plan(packed.occupied, blocks, TILE * (2 if gated else 1), TILE, x.dtype, seen)
     rows.backward(x, dy, dl1, w_gate, w_up, w_down, packed, order.rank_of, n_hot, tiles, dx, n_hot > 0, counted)
-    weight_grad.weight_grad(tiles.inner, x, tiles, order.cold, [dw_gate, dw_up] if gated else [dw_up])
-    weight_grad.weight_grad(tiles.hidden, dy, tiles, order.cold, [dw_down])
+    weight_grad.weight_grad(tiles, x, dy, order.cold, dw_gate, dw_up, dw_down)
     return dx, dw_gate, dw_up, dw_down

@@ -16,12 +16,14 @@ and may print `table(states)`. `state_dict` belongs into a checkpoint: orders an
 import itertools
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kernels import dispatch
+from kernels.compact import SPLIT
 from kernels.dispatch import Costs, Shape
 from kernels.launch import TILE
 from kernels.order import Order, by_frequency, make_order, natural
@@ -34,19 +36,27 @@ MEMORY = 0.5  # weight of the firing counts of earlier updates
 
 @dataclass(frozen=True)
 class Decision:
-    """How a layer runs until the next update. Rates and predictions are those it was made from."""
+    """How a layer runs until the next update. Rates and predictions are those it was made from.
+
+    Passes with a backward (train) and without (infer) share the permutation but not the number of hot neurons.
+    """
 
     version: int
-    order: Order
+    train: Order
+    infer: Order
     rate: Tensor | None = None  # fp64 [h] on the host, share of tokens on which each neuron fires, in this order
-    room: tuple[int, int, int] | None = None  # entries, segments, blocks per PER tokens; None: never measured
+    room: tuple[int, int, int, int] | None = None  # per PER tokens, as in `Seen`; None: never measured
     routes: dict[tuple, bool] = field(default_factory=dict)  # answers already given by `runs_sparse`
 
-    def costs(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[Costs, Costs]:
+    def order(self, backward: bool) -> Order:
+        return self.train if backward else self.infer
+
+    def costs(self, shape: Shape, backward: bool, device: torch.device, dtype: torch.dtype) -> tuple[Costs, Costs]:
         """Predicted costs (sparse, dense)."""
         rates = dispatch.measured_rates(device, dtype)
-        forward, backward = dispatch.sparse_costs(shape, rates, self.rate, torch.tensor([self.order.n_hot]))
-        return Costs(forward.item(), backward.item()), dispatch.dense_costs(shape, rates)
+        n_hot = torch.tensor([self.order(backward).n_hot])
+        sparse = dispatch.sparse_costs(shape, rates, self.rate, n_hot)
+        return Costs(*(cost.item() for cost in sparse)), dispatch.dense_costs(shape, rates)
 
     def runs_sparse(self, shape: Shape, backward: bool, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether a pass over shape.n tokens, with or without a backward, is predicted to gain from sparsity."""
@@ -54,15 +64,26 @@ class Decision:
             return False
         key = (shape, backward, dtype)
         if key not in self.routes:
-            sparse, dense = self.costs(shape, device, dtype)
+            sparse, dense = self.costs(shape, backward, device, dtype)
             self.routes[key] = sparse.total(backward) < dense.total(backward)
         return self.routes[key]
 
-    def room_for(self, n: int, h: int, save: bool) -> Room:
-        """Capacities for n tokens; twice as much for passes without backward, which are not repeated."""
-        entries, segments, blocks = (-(-per * n // PER) * (1 if save else 2) for per in self.room)
-        tiles = cold_tiles(h, self.order)
-        return Room(min(entries + 256, n * h), min(segments + 16, n * tiles), min(blocks + 64, n * tiles))
+    def room_for(self, n: int, h: int, backward: bool) -> Room:
+        """Capacities for n tokens. Twice as much for passes without backward, whose callers rarely repeat them."""
+        entries, segments, blocks, all_segments = (-(-per * n // PER) for per in self.room)
+        if not backward:
+            entries, segments = 2 * entries, all_segments
+        tiles = cold_tiles(h, self.order(backward))
+        return Room(
+            min(_rounded(entries + 192, 64), n * h),
+            min(_rounded(segments, 16), n * tiles),
+            min(_rounded(blocks, 64), n * tiles),
+        )
+
+
+def _rounded(room: int, to: int) -> int:
+    """To a multiple: Triton compiles a kernel anew for sizes that are not divisible by 16."""
+    return -(-room // to) * to
 
 
 class FFNState:
@@ -75,13 +96,14 @@ class FFNState:
         device = torch.device(device)
         self.h = h
         self.seen = Seen(
-            torch.zeros(6, dtype=torch.int64, device=device), torch.zeros(h, dtype=torch.int32, device=device)
+            torch.zeros(7, dtype=torch.int64, device=device), torch.zeros(h, dtype=torch.int32, device=device)
         )
         self.shape: Shape | None = None  # of the latest training pass
         self.dtype: torch.dtype | None = None
         self.fired = torch.zeros(h, dtype=torch.float64)  # firing counts, older updates weighing less
         self.tokens = 0.0
-        self.decision = Decision(0, natural(h, device))
+        order = natural(h, device)
+        self.decision = Decision(0, order, order)
         self.decisions = {0: self.decision}  # the latest few: a backward pass uses that of its forward
         # Custom operators take tensors and numbers only, and a number would be baked into a compiled graph.
         key = next(self._keys)
@@ -100,55 +122,56 @@ class FFNState:
 
     def learn(self, numbers: Sequence[int], fired: Tensor) -> None:
         """Decide anew from the host copy of `seen`; `fired` int32 [h]."""
-        calls, tokens, *seen_room, _ = numbers
+        calls, tokens, *room_seen, _ = numbers
         if calls == 0 or tokens == 0 or self.shape is None:
             return
         self.fired = MEMORY * self.fired + fired
         self.tokens = MEMORY * self.tokens + tokens
         rate = self.fired / self.tokens
-        device = self.seen.numbers.device
-        rates = dispatch.measured_rates(device, self.dtype)
+        rates = dispatch.measured_rates(self.seen.numbers.device, self.dtype)
 
         old = self.decision
-        order = by_frequency(rate)
-        n_hot, new_costs = dispatch.best_n_hot(self.shape, rates, rate[order])
-        kept_rate = rate[old.order.order.cpu().long()]
-        kept_costs = Costs(
-            *(c.item() for c in dispatch.sparse_costs(self.shape, rates, kept_rate, torch.tensor([old.order.n_hot])))
-        )
-        keep = old.rate is not None and kept_costs.total(True) < (1 + dispatch.HYSTERESIS) * new_costs.total(True)
-        if keep:
-            room = tuple(_room(had, seen) for had, seen in zip(old.room, seen_room))
-            if room == old.room:
-                old.routes.clear()
-                self.decide(Decision(old.version, old.order, kept_rate, room))
+        permutation = by_frequency(rate)
+        n_hot, costs = dispatch.best_n_hot(self.shape, rates, rate[permutation], backward=True)
+        if old.rate is not None:
+            kept = replace(old, rate=rate[old.train.order.cpu().long()], routes={})
+            kept_costs, _ = kept.costs(self.shape, True, self.seen.numbers.device, self.dtype)
+            if kept_costs.total(True) < (1 + dispatch.HYSTERESIS) * costs.total(True):
+                room = tuple(_room(had, seen) for had, seen in zip(old.room, room_seen))
+                self.decide(replace(kept, version=old.version + 1, room=room))
                 return
-            self.decide(Decision(old.version + 1, old.order, kept_rate, room))
-            return
-        ordered = rate[order]
-        cold = float(ordered[n_hot:].sum())
-        tile_rate = torch.nn.functional.pad(ordered[n_hot:], (0, (n_hot - self.h) % TILE)).view(-1, TILE).sum(1)
-        bounds = (  # neither more segments than long rows of just over one segment, nor more blocks than entries
-            seen_room[0],
-            min(seen_room[1], int(2 * cold / 64 * PER) + 1) if n_hot < old.order.n_hot else seen_room[1],
-            int(tile_rate.clamp(max=1).sum() * PER) + 1,
+        rate = rate[permutation]
+        n_hot_infer, _ = dispatch.best_n_hot(self.shape, rates, rate, backward=False)
+        permutation = permutation.to(self.seen.numbers.device)
+        room = _room_in_new_order(room_seen, rate[n_hot:])
+        self.decide(
+            Decision(old.version + 1, make_order(permutation, n_hot), make_order(permutation, n_hot_infer), rate, room)
         )
-        room = tuple(int(HEADROOM * b) + 1 for b in bounds)
-        self.decide(Decision(old.version + 1, make_order(order.to(device), n_hot), ordered, room))
 
     def state_dict(self) -> dict[str, object]:
         decision = self.decision
         return {
-            "fired": self.fired, "tokens": self.tokens, "order": decision.order.order.cpu(), "room": decision.room,
-            "n_hot": decision.order.n_hot, "rate": decision.rate, "dtype": self.dtype,
+            "fired": self.fired, "tokens": self.tokens, "order": decision.train.order.cpu(), "rate": decision.rate,
+            "n_hot": (decision.train.n_hot, decision.infer.n_hot), "room": decision.room, "dtype": self.dtype,
             "shape": None if self.shape is None else tuple(self.shape),
         }  # fmt: skip
 
     def load_state_dict(self, saved: dict[str, object]) -> None:
-        order = make_order(saved["order"].to(self.seen.numbers.device), saved["n_hot"])
+        permutation = saved["order"].to(self.seen.numbers.device)
         self.fired, self.tokens, self.dtype = saved["fired"], saved["tokens"], saved["dtype"]
         self.shape = None if saved["shape"] is None else Shape(*saved["shape"])
-        self.decide(Decision(self.decision.version + 1, order, saved["rate"], saved["room"]))
+        train, infer = (make_order(permutation, n_hot) for n_hot in saved["n_hot"])
+        self.decide(Decision(self.decision.version + 1, train, infer, saved["rate"], saved["room"]))
+
+
+def _room_in_new_order(seen: Sequence[int], cold_rate: Tensor) -> tuple[int, ...]:
+    """Room for an order that has not run yet: upper bounds take the place of what only that order could measure."""
+    entries, _, _, all_segments = seen
+    # A long row has at most 2 / SPLIT segments per cold entry; a tile is touched at most as often as its neurons fire.
+    segments = min(all_segments, int(2 / SPLIT * float(cold_rate.sum()) * PER))
+    tile_rate = pad(cold_rate, (0, -len(cold_rate) % TILE)).view(-1, TILE).sum(1).clamp(max=1)
+    blocks = int(float(tile_rate.sum()) * PER)
+    return tuple(int(HEADROOM * need) + 1 for need in (entries, segments, blocks, all_segments))
 
 
 def _room(had: int, seen: int) -> int:
@@ -159,7 +182,7 @@ def _room(had: int, seen: int) -> int:
 
 def overflowed(states: Sequence[FFNState]) -> Tensor:
     """Whether any layer ran out of room since the last update: bool scalar on the device."""
-    return torch.stack([state.seen.numbers[5] for state in states]).any()
+    return torch.stack([state.seen.numbers[6] for state in states]).any()
 
 
 def update(states: Sequence[FFNState]) -> None:
@@ -177,21 +200,21 @@ def update(states: Sequence[FFNState]) -> None:
 
 def table(states: Sequence[FFNState]) -> str:
     """One line a layer: how sparse it is, what was decided, and the prediction (ms) that decided it."""
-    lines = ["layer   nnz  cold   hot  train  infer   sparse/dense fwd   sparse/dense fwd+bwd   room per 1024 tokens"]
+    lines = [
+        "layer   nnz   hot  cold  train   ms sparse/dense     hot  infer   ms sparse/dense    room per 1024 tokens"
+    ]
     for i, state in enumerate(states):
         decision = state.decision
         if decision.rate is None:
             lines.append(f"{i:5d}  not measured yet: dense")
             continue
-        nnz, cold = float(decision.rate.sum()), float(decision.rate[decision.order.n_hot :].sum())
-        device, dtype = state.seen.numbers.device, state.dtype
-        sparse, dense = decision.costs(state.shape, device, dtype)
-        train, infer = (
-            "sparse" if decision.runs_sparse(state.shape, b, device, dtype) else "dense" for b in (True, False)
-        )
-        lines.append(
-            f"{i:5d} {nnz:5.0f} {cold:5.1f} {decision.order.n_hot:5d} {train:>6} {infer:>6} "
-            f"{sparse.forward * 1e3:9.3f}/{dense.forward * 1e3:<8.3f} "
-            f"{sparse.total(True) * 1e3:11.3f}/{dense.total(True) * 1e3:<10.3f} {decision.room}"
-        )
+        line = f"{i:5d} {float(decision.rate.sum()):5.0f}"
+        for backward in (True, False):
+            n_hot = decision.order(backward).n_hot
+            arguments = (state.shape, backward, state.seen.numbers.device, state.dtype)
+            sparse, dense = (cost.total(backward) * 1e3 for cost in decision.costs(*arguments))
+            route = "sparse" if decision.runs_sparse(*arguments) else "dense"
+            cold = f" {float(decision.rate[n_hot:].sum()):5.1f}" if backward else ""
+            line += f" {n_hot:5d}{cold} {route:>6} {sparse:8.3f}/{dense:<8.3f}"
+        lines.append(f"{line} {decision.room}")
     return "\n".join(lines)

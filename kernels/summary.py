@@ -17,9 +17,13 @@ PER = 1024  # room is noted per this many tokens, so that batches of different s
 
 
 class Seen(NamedTuple):
-    """What a layer has seen since its state was last updated; one int64 row of six numbers, and the firing counts."""
+    """What a layer has seen since its state was last updated.
 
-    numbers: torch.Tensor  # int64 [6]: calls, counted tokens, most entries / segments / blocks per PER tokens, overflow
+    numbers: 0 calls, 1 counted tokens, then the most per PER tokens of 2 entries, 3 segments, 4 blocks, 5 segments if
+    no neuron were hot, and 6 whether some pass ran out of room.
+    """
+
+    numbers: torch.Tensor  # int64 [7], see below
     fired: torch.Tensor  # int32 [h], counted tokens on which each neuron fired
 
 
@@ -28,7 +32,7 @@ def note_room(numbers, index: tl.constexpr, needed, capacity, n, PER_TOKENS: tl.
     """Keep the most room per PER_TOKENS tokens that any pass needed, and whether one did not get it."""
     per = (needed.to(tl.int64) * PER_TOKENS + n - 1) // n
     tl.store(numbers + index, tl.maximum(tl.load(numbers + index), per))
-    tl.store(numbers + 5, tl.maximum(tl.load(numbers + 5), (needed > capacity).to(tl.int64)))
+    tl.store(numbers + 6, tl.maximum(tl.load(numbers + 6), (needed > capacity).to(tl.int64)))
 
 
 @triton.jit
@@ -58,15 +62,15 @@ def summary_kernel(
         if PACKED:
             note_room(numbers, 2, tl.load(needed), entries, n, PER_TOKENS)
             note_room(numbers, 3, tl.load(needed + 1), segments, n, PER_TOKENS)
-        else:
-            n_entries = tl.zeros((B,), tl.int64)
-            n_segments = tl.zeros((B,), tl.int64)
-            for s in range(0, n, B):
-                c = tl.load(count + s + i, mask=s + i < n, other=0)
-                n_entries += c
-                n_segments += tl.where(c > SPLIT_AT, (c + SPLIT_AT - 1) // SPLIT_AT, 0)
+        n_entries = tl.zeros((B,), tl.int64)
+        n_segments = tl.zeros((B,), tl.int64)
+        for s in range(0, n, B):
+            c = tl.load(count + s + i, mask=s + i < n, other=0)
+            n_entries += c
+            n_segments += tl.where(c > SPLIT_AT, (c + SPLIT_AT - 1) // SPLIT_AT, 0)
+        note_room(numbers, 5, tl.sum(n_segments, 0), 1 << 40, n, PER_TOKENS)
+        if not PACKED:
             note_room(numbers, 2, tl.sum(n_entries, 0), 1 << 40, n, PER_TOKENS)
-            note_room(numbers, 3, tl.sum(n_segments, 0), 1 << 40, n, PER_TOKENS)
 
 
 def summarize(
@@ -84,15 +88,16 @@ def summarize(
     count int32 [n] and fired int32 [h] describe this pass. needed int64 [2], with the capacities `entries` and
     `segments`, comes from compaction; None for a dense pass, whose room is derived from `count`.
     """
-    l1 = torch.zeros((), dtype=torch.float32, device=fired.device)
     n = count.shape[0]
-    if n:
-        summary_kernel[(1,)](
-            l1_parts, l1, count, fired, count if counted is None else counted, count if needed is None else needed,
-            fired if seen is None else seen.numbers, fired if seen is None else seen.fired, n, l1_parts.shape[0],
-            fired.shape[0], entries, segments, B=4096, SPLIT_AT=SPLIT, PER_TOKENS=PER, COUNTED=counted is not None,
-            NOTE=seen is not None, PACKED=needed is not None, num_warps=8,
-        )  # fmt: skip
+    if n == 0:
+        return torch.zeros((), dtype=torch.float32, device=fired.device)
+    l1 = torch.empty((), dtype=torch.float32, device=fired.device)
+    summary_kernel[(1,)](
+        l1_parts, l1, count, fired, count if counted is None else counted, count if needed is None else needed,
+        fired if seen is None else seen.numbers, fired if seen is None else seen.fired, n, l1_parts.shape[0],
+        fired.shape[0], entries, segments, B=8192, SPLIT_AT=SPLIT, PER_TOKENS=PER, COUNTED=counted is not None,
+        NOTE=seen is not None, PACKED=needed is not None, num_warps=16,
+    )  # fmt: skip
     return l1
 
 
@@ -100,14 +105,14 @@ def aot_cases(arch: int) -> list[AotCase]:
     signature = dict.fromkeys(("count", "fired", "fired_total"), "*i32") | {"l1_parts": "*fp32", "l1": "*fp32"}
     signature |= {"counted": "*i8", "needed": "*i64", "numbers": "*i64"}
     signature |= dict.fromkeys(("n", "n_parts", "h", "entries", "segments"), "i32")
-    constexprs = {"B": 4096, "SPLIT_AT": SPLIT, "PER_TOKENS": PER, "COUNTED": True, "NOTE": True}
+    constexprs = {"B": 8192, "SPLIT_AT": SPLIT, "PER_TOKENS": PER, "COUNTED": True, "NOTE": True}
     return [
         AotCase(
             name=f"summary packed={packed}",
             kernel=summary_kernel,
             signature={name: signature.get(name, "constexpr") for name in summary_kernel.arg_names},
             constexprs=constexprs | {"PACKED": packed},
-            num_warps=8,
+            num_warps=16,
             num_stages=3,
         )
         for packed in (True, False)

@@ -19,49 +19,60 @@ from kernels.plan import NeuronTiles
 
 
 @triton.jit
-def weight_grad_kernel(
-    blocks,  # [B, M], M = TILE_SIZE * OUTPUTS
-    source,  # [n, D]
-    tokens,
-    offsets,
-    order,  # int32, neuron of each cold rank
-    out_a,  # [H, D], gradient of the first TILE_SIZE columns of the blocks
-    out_b,  # [H, D], of the next; unused with one output
-    capacity,
-    n_cold,
-    D: tl.constexpr,
-    TILE_SIZE: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BD: tl.constexpr,
-    BK: tl.constexpr,
+def _product(
+    blocks, source, tokens, begin, end, d, D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr,
-):
-    M: tl.constexpr = TILE_SIZE * OUTPUTS
-    CHUNKS: tl.constexpr = (D + BD - 1) // BD
-    tile = tl.program_id(0) // CHUNKS
-    d = (tl.program_id(0) % CHUNKS) * BD + tl.arange(0, BD)
-    in_row = d < D
-    m = tl.arange(0, M)
-    end = tl.minimum(tl.load(offsets + tile + 1), capacity)
+):  # fmt: skip
+    """blocks[begin:end]^T source[tokens[begin:end]], fp32 [M, BD]."""
     acc = tl.zeros((M, BD), tl.float32)
-    for s in range(tl.load(offsets + tile), end, BK):
+    m = tl.arange(0, M)
+    for s in range(begin, end, BK):
         k = s + tl.arange(0, BK)
         live = k < end
         token = tl.load(tokens + k, mask=live, other=0).to(tl.int64)
         v = tl.load(blocks + k[:, None].to(tl.int64) * M + m[None, :], mask=live[:, None], other=0.0)
-        x = tl.load(source + token[:, None] * D + d[None, :], mask=live[:, None] & in_row[None, :], other=0.0)
+        x = tl.load(source + token[:, None] * D + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
         acc = tl.dot(tl.trans(v), x, acc, input_precision=PRECISION)
-    rank = tile * TILE_SIZE + m % TILE_SIZE
-    neuron = tl.load(order + rank, mask=rank < n_cold, other=0).to(tl.int64)
+    return acc
+
+
+@triton.jit
+def _store(acc, out, order, n_cold, d, first, D: tl.constexpr, M: tl.constexpr, TILE_SIZE: tl.constexpr):
+    """Rows first .. first + TILE_SIZE of acc [M, BD] -> rows order[0 .. TILE_SIZE] of `out`."""
+    rank = tl.arange(0, M) - first
+    live = (rank >= 0) & (rank < tl.minimum(n_cold, TILE_SIZE))
+    neuron = tl.load(order + rank, mask=live, other=0).to(tl.int64)
     at = neuron[:, None] * D + d[None, :]
-    mask = (rank < n_cold)[:, None] & in_row[None, :]
-    first = (m < TILE_SIZE)[:, None]
-    tl.store(out_a + at, acc.to(out_a.dtype.element_ty), mask=mask & first)
-    if OUTPUTS == 2:
-        tl.store(out_b + at, acc.to(out_b.dtype.element_ty), mask=mask & ~first)
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
 
 
-def _config(arch: int, dtype: torch.dtype, outputs: int) -> tuple[int, int, int, int]:
+@triton.jit
+def weight_grad_kernel(
+    inner, hidden, x, dy, tokens, offsets, order, dw_gate, dw_up, dw_down, capacity, n_cold,
+    D: tl.constexpr, TILE_SIZE: tl.constexpr, GATED: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    M: tl.constexpr = 2 * TILE_SIZE if GATED else TILE_SIZE
+    CHUNKS: tl.constexpr = (D + BD - 1) // BD
+    tile = tl.program_id(0) // (2 * CHUNKS)
+    d = (tl.program_id(0) // 2 % CHUNKS) * BD + tl.arange(0, BD)
+    begin = tl.load(offsets + tile)
+    end = tl.minimum(tl.load(offsets + tile + 1), capacity)
+    order += tile * TILE_SIZE
+    n_cold -= tile * TILE_SIZE
+    if tl.program_id(0) % 2 == 0:
+        inner_acc = _product(inner, x, tokens, begin, end, d, D, M, BD, BK, PRECISION)
+        if GATED:
+            _store(inner_acc, dw_gate, order, n_cold, d, 0, D, M, TILE_SIZE)
+            _store(inner_acc, dw_up, order, n_cold, d, TILE_SIZE, D, M, TILE_SIZE)
+        else:
+            _store(inner_acc, dw_up, order, n_cold, d, 0, D, M, TILE_SIZE)
+    else:
+        hidden_acc = _product(hidden, dy, tokens, begin, end, d, D, TILE_SIZE, BD, BK, PRECISION)
+        _store(hidden_acc, dw_down, order, n_cold, d, 0, D, TILE_SIZE, TILE_SIZE)
+
+
+def _config(arch: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """(BD, BK, num_warps, num_stages) for a compute capability."""
     if arch == 0:
         return 32, 16, 1, 1
@@ -73,45 +84,39 @@ def _config(arch: int, dtype: torch.dtype, outputs: int) -> tuple[int, int, int,
 
 
 def weight_grad(
-    blocks: torch.Tensor,
-    source: torch.Tensor,
     tiles: NeuronTiles,
+    x: torch.Tensor,
+    dy: torch.Tensor,
     order: torch.Tensor,
-    outputs: list[torch.Tensor],
+    dw_gate: torch.Tensor | None,
+    dw_up: torch.Tensor,
+    dw_down: torch.Tensor,
 ) -> None:
-    """Write the rows `order` (int32, the cold neurons by rank) of one or two `outputs` [h, d].
-
-    blocks [B, 64 * len(outputs)] are the value blocks of `tiles`; source [n, d] is x or dy.
-    """
-    d = source.shape[1]
+    """Write rows `order` (int32, the cold neurons by rank) of dw_gate (None if non-gated), dw_up and dw_down [h, d]."""
+    d = x.shape[1]
     n_cold = order.shape[0]
     if n_cold == 0:
         return
-    bd, bk, warps, stages = _config(capability(source.device), source.dtype, len(outputs))
-    grid = (triton.cdiv(n_cold, TILE) * triton.cdiv(d, bd),)
+    bd, bk, warps, stages = _config(capability(x.device), x.dtype)
+    grid = (triton.cdiv(n_cold, TILE) * triton.cdiv(d, bd) * 2,)
     weight_grad_kernel[grid](
-        blocks, source, tiles.tokens, tiles.offsets, order, outputs[0], outputs[-1], tiles.tokens.shape[0], n_cold,
-        D=d, TILE_SIZE=TILE, OUTPUTS=len(outputs), BD=bd, BK=bk, PRECISION=precision(source.dtype), num_warps=warps,
-        num_stages=stages,
+        tiles.inner, tiles.hidden, x, dy, tiles.tokens, tiles.offsets, order, dw_up if dw_gate is None else dw_gate,
+        dw_up, dw_down, tiles.tokens.shape[0], n_cold, D=d, TILE_SIZE=TILE, GATED=dw_gate is not None, BD=bd, BK=bk,
+        PRECISION=precision(x.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
 def aot_cases(arch: int) -> list[AotCase]:
     cases = []
-    for dtype, outputs, d in ((torch.bfloat16, 2, 2048), (torch.bfloat16, 1, 2048), (torch.float32, 2, 768)):
-        bd, bk, warps, stages = _config(arch, dtype, outputs)
-        signature = dict.fromkeys(("blocks", "source", "out_a", "out_b"), POINTER[dtype])
-        signature |= dict.fromkeys(("tokens", "offsets", "order"), "*i32") | {"capacity": "i32", "n_cold": "i32"}
-        constexprs = {"D": d, "TILE_SIZE": TILE, "OUTPUTS": outputs, "BD": bd, "BK": bk, "PRECISION": precision(dtype)}
-        cases.append(
-            AotCase(
-                name=f"weight_grad {POINTER[dtype]} {outputs}",
-                kernel=weight_grad_kernel,
-                signature={a: signature.get(a, "constexpr") for a in weight_grad_kernel.arg_names},
-                constexprs=constexprs,
-                num_warps=warps,
-                num_stages=stages,
-                aligned=("blocks", "source", "out_a", "out_b"),
-            )
-        )
+    for dtype, gated, d in ((torch.bfloat16, True, 2048), (torch.bfloat16, False, 2048), (torch.float32, True, 768)):
+        bd, bk, warps, stages = _config(arch, dtype)
+        signature = dict.fromkeys(("tokens", "offsets", "order"), "*i32") | {"capacity": "i32", "n_cold": "i32"}
+        constexprs = {"D": d, "TILE_SIZE": TILE, "GATED": gated, "BD": bd, "BK": bk, "PRECISION": precision(dtype)}
+        types = {
+            a: "constexpr" if a in constexprs else signature.get(a, POINTER[dtype])
+            for a in weight_grad_kernel.arg_names
+        }
+        aligned = tuple(a for a, type in types.items() if type == POINTER[dtype])
+        name = f"weight_grad {POINTER[dtype]} gated={gated}"
+        cases.append(AotCase(name, weight_grad_kernel, types, constexprs, warps, stages, aligned))
     return cases

@@ -1,0 +1,74 @@
+import pytest
+import torch
+
+from kernels import rows
+from kernels.compact import SPLIT
+from kernels.plan import plan
+from tests.kernels.stages import pack, random_activation
+
+
+def problem(d: int, device: torch.device):
+    """An activation with a long row, an empty one, and one of exactly SPLIT entries; weights; x."""
+    dense = random_activation(6, 200, 0.1, device)
+    dense[1] = random_activation(1, 200, 1.0, device, seed=1)
+    dense[2] = 0
+    dense[3] = 0
+    dense[3, :SPLIT] = 1.5
+    generator = torch.Generator().manual_seed(2)
+    make = lambda *shape: torch.randn(*shape, generator=generator).to(device)  # noqa: E731
+    return dense, make(6, d), make(6, d), [make(200, d) for _ in range(3)]
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("add", [True, False])
+@pytest.mark.parametrize("d", [24, 70])
+def test_forward(gated, add, d, device):
+    dense, x, _, (_, w_up, w_down) = problem(d, device)
+    counted = torch.tensor([1, 1, 1, 0, 1, 1], dtype=torch.int8, device=device)
+    packed = pack(dense, segments=8)
+    before = torch.randn(6, d, device=device)
+    y = before.clone() if add else torch.empty_like(x)
+    l1 = torch.empty(8 + 6, device=device)
+    rows.forward(x, w_up if gated else None, w_down, packed.rows, y, add, counted, l1)
+
+    up = x @ w_up.T
+    a = dense * up if gated else dense
+    torch.testing.assert_close(y, a @ w_down + (before if add else 0), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(l1.sum(), a[counted.bool()].abs().sum(), rtol=1e-5, atol=1e-3)
+    if gated:
+        for t in range(6):
+            entries = slice(int(packed.rows.start[t]), int(packed.rows.start[t] + packed.rows.count[t]))
+            torch.testing.assert_close(
+                packed.rows.up[entries], up[t, packed.rows.column[entries].long()], rtol=1e-4, atol=1e-4
+            )
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_backward(gated, device):
+    dense, x, dy, (w_gate, w_up, w_down) = problem(40, device)
+    packed = pack(dense, segments=8)
+    up = x @ w_up.T if gated else torch.ones_like(dense)
+    if gated:
+        rows.forward(x, w_up, w_down, packed.rows, torch.empty_like(x), False, None, torch.empty(14, device=device))
+    tiles = plan(packed.rows.occupied, 6 * 4, 128 if gated else 64, 64, x.dtype, None)
+    dl1, dx = torch.tensor(0.3, device=device), torch.empty_like(x)
+    order = packed.order
+    rows.backward(
+        x, dy, dl1, w_gate if gated else None, w_up, w_down, packed.rows, order.rank_of, 0, tiles, dx, False, None
+    )
+
+    a = dense * up
+    da = (dy @ w_down.T + 0.3 * a.sign()) * (dense != 0)
+    d_gate, d_up = (da * up, da * dense) if gated else (None, da)
+    expected = d_up @ w_up + (d_gate @ w_gate if gated else 0)
+    torch.testing.assert_close(dx, expected, rtol=1e-4, atol=1e-3)
+    blocks = {"hidden": (tiles.hidden, a), "last": (tiles.inner[:, -64:], d_up)}
+    if gated:
+        blocks["gate"] = (tiles.inner[:, :64], d_gate)
+    offsets = tiles.offsets.tolist()
+    for values, matrix in blocks.values():
+        in_order = torch.nn.functional.pad(matrix[:, order.order.long()], (0, 256 - 200))
+        for tile in range(4):
+            slots = slice(offsets[tile], offsets[tile + 1])
+            expected = in_order[tiles.tokens[slots].long(), 64 * tile : 64 * tile + 64]
+            torch.testing.assert_close(values[slots], expected, rtol=1e-4, atol=1e-3)
