@@ -22,16 +22,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.format import Entries, NeuronTiles
-from kernels.ops import FFNOutput, sparse_ffn
 from kernels.reference import ffn_backward, ffn_forward
 from kernels.synthetic import MaskProblem
 from twell import measure
 from twell.bench_cases import Case, mask_cases, quick_cases, standard_cases, token_cases
+from twell.bench_ffn import DL1, Dense, Sparse, gradients_of, leaves_of
 from twell.bench_report import print_ceilings, print_header, print_row, print_stages, print_verdicts
 
 TIMED, LEARNT_FROM = (0, 2, 4, 6), (1, 3, 5, 7)  # batch numbers
 SECTOR = 32  # bytes, the smallest piece of device memory that moves
-DL1 = 0.1  # gradient of the L1 sum; large, so that an error in it would show
 
 
 @dataclass
@@ -100,128 +99,6 @@ def _cases(options: Options) -> Iterable[Case]:
         yield from token_cases()
 
 
-class Dense:
-    """The dense FFNs, eager and compiled, of one shape."""
-
-    def __init__(self, gated: bool, compiled: bool):
-        torch._dynamo.reset()  # what was compiled for other shapes would count towards the recompilation limit
-        functions = {"relu": _relu, "relu_l1": _relu_l1, "silu": _silu}
-        self.eager = {name: f(gated) for name, f in functions.items()}
-        self.compiled = {}
-        if compiled:
-            self.compiled = {name: torch.compile(f(gated), dynamic=False) for name, f in functions.items()}
-
-    def variants(self, name: str) -> dict[str, Callable]:
-        compiled = {f"{name} compiled": self.compiled[name]} if self.compiled else {}
-        return {f"{name} eager": self.eager[name]} | compiled
-
-
-def _hidden(gated: bool, act: Callable) -> Callable[..., Tensor]:
-    def hidden(x: Tensor, w_gate: Tensor | None, w_up: Tensor) -> Tensor:
-        return act(F.linear(x, w_gate)) * F.linear(x, w_up) if gated else act(F.linear(x, w_up))
-
-    return hidden
-
-
-def _plain(gated: bool, act: Callable) -> Callable[..., tuple[Tensor, ...]]:
-    hidden = _hidden(gated, act)
-    return lambda x, w_gate, w_up, w_down: (hidden(x, w_gate, w_up) @ w_down,)
-
-
-def _relu(gated: bool) -> Callable[..., tuple[Tensor, ...]]:
-    return _plain(gated, F.relu)
-
-
-def _silu(gated: bool) -> Callable[..., tuple[Tensor, ...]]:
-    return _plain(gated, F.silu)
-
-
-def _relu_l1(gated: bool) -> Callable[..., tuple[Tensor, ...]]:
-    hidden = _hidden(gated, F.relu)
-
-    def ffn(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor]:
-        a = hidden(x, w_gate, w_up)
-        return a @ w_down, a.abs().sum(dtype=torch.float32)
-
-    return ffn
-
-
-class Sparse:
-    """One sparse layer, with what it learns from the batches that it is shown."""
-
-    def __init__(self, impl: str, h: int, device: torch.device):
-        self.impl = impl
-        self.state = None
-        if device.type == "cuda" and impl != "torch":
-            from kernels.state import FFNState  # needs triton
-
-            self.state = FFNState(h, device)
-
-    def learn(self, batches: list[tuple[Tensor, Tensor]], weights: Iterable[Tensor | None]) -> Tensor:
-        """Show it the batches twice: the first time tells how sparse it is, the second how much room its buffers need
-        when it runs accordingly. Returns how often each neuron fired, int64 [h]."""
-        for _ in range(2):
-            fired = self._see(batches, weights)
-            self._update()
-        return fired
-
-    def repair(self, batches: list[tuple[Tensor, Tensor]], weights: Iterable[Tensor | None]) -> int:
-        """Enlarge its buffers until the batches fit, as a trainer does that repeats the step; returns how often."""
-        for repeats in range(4):
-            self._see(batches, weights)
-            if not self.overflowed():
-                return repeats
-            self._update()
-        raise RuntimeError("the buffers overflow again and again")
-
-    def _see(self, batches: list[tuple[Tensor, Tensor]], weights: Iterable[Tensor | None]) -> Tensor:
-        fired = []
-        for x, dy in batches:
-            self.full(x, *weights)
-            leaves = _leaves(x, weights)
-            output = self.full(*leaves)
-            _gradients(output[:2], leaves, dy)
-            fired.append(output.fired)
-        return torch.stack(fired).sum(0)
-
-    def _update(self) -> None:
-        if self.state is not None:
-            from kernels.state import update
-
-            update([self.state])
-
-    def overflowed(self) -> bool:
-        """Whether a buffer was too small since the last update: then results are incomplete."""
-        if self.state is None:
-            return False
-        from kernels.state import overflowed
-
-        return bool(overflowed([self.state]))
-
-    def decision(self) -> str:
-        """How it decided to run."""
-        if self.state is None:
-            return "dense products in torch"
-        from kernels.state import table
-
-        return table([self.state])
-
-    def full(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> FFNOutput:
-        return sparse_ffn(x, w_gate, w_up, w_down, impl=self.impl, state=self.state)
-
-    def __call__(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self.full(*tensors)[:2]
-
-
-def _leaves(x: Tensor, weights: Iterable[Tensor | None]) -> list[Tensor | None]:
-    return [None if t is None else t.detach().requires_grad_() for t in (x, *weights)]
-
-
-def _gradients(outputs: tuple[Tensor, ...], leaves: list[Tensor | None], dy: Tensor) -> tuple[Tensor, ...]:
-    gradients = (dy, torch.full((), DL1, device=dy.device))[: len(outputs)]
-    return torch.autograd.grad(outputs, [t for t in leaves if t is not None], gradients)
-
-
 def measure_case(
     case: Case,
     dense: Dense,
@@ -236,11 +113,11 @@ def measure_case(
     sparse = Sparse(options.impl, case.h, device)
     fired = sparse.learn([problem.batch(case.n, number) for number in LEARNT_FROM], weights)
     batches = [problem.batch(case.n, number) for number in TIMED]
-    leaves = [_leaves(x, weights) for x, _ in batches]
+    leaves = [leaves_of(x, weights) for x, _ in batches]
     repeats = sparse.repair(batches, weights)
 
     def step(ffn: Callable) -> Callable[[int], tuple]:
-        return lambda i: _gradients(ffn(*leaves[i]), leaves[i], batches[i][1])
+        return lambda i: gradients_of(ffn(*leaves[i]), leaves[i], batches[i][1])
 
     def forward(ffn: Callable) -> Callable[[int], tuple]:
         return torch.no_grad()(lambda i: ffn(*leaves[i]))
@@ -286,7 +163,7 @@ def _compare(times: dict[str, measure.Timing], baseline: str) -> dict:
 
 
 def _memory(ffn: Callable, leaves: list[Tensor | None], dy: Tensor, device: torch.device) -> dict | None:
-    memory = measure.memory(lambda: ffn(*leaves), lambda outputs: _gradients(outputs, leaves, dy), device)
+    memory = measure.memory(lambda: ffn(*leaves), lambda outputs: gradients_of(outputs, leaves, dy), device)
     return None if memory is None else asdict(memory)
 
 
@@ -300,9 +177,9 @@ def errors(batch: tuple[Tensor, Tensor], weights: Iterable[Tensor | None], spars
     names = ["y", "l1", "dx", *(["dw_gate"] if len(exact) == 6 else []), "dw_up", "dw_down"]
     table = {}
     for side, ffn in (("sparse", sparse), ("dense", dense)):
-        leaves = _leaves(x, weights)
+        leaves = leaves_of(x, weights)
         outputs = ffn(*leaves)
-        results = [*outputs, *_gradients(outputs, leaves, dy)]
+        results = [*outputs, *gradients_of(outputs, leaves, dy)]
         table[side] = {
             name: ((got.double() - want).norm() / want.norm().clamp(min=1e-300)).item()
             for name, got, want in zip(names, results, exact, strict=True)
