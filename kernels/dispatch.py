@@ -23,11 +23,8 @@ class Rates(NamedTuple):
     gather: float = 8.5e12  # weight rows out of L2, bytes/s
     tiles: float = 4.6e12  # x and dy rows gathered by the weight gradients, bytes/s
     memory: float = 4.0e12  # device memory, bytes/s
-    entries: float = 1.5e10  # non-zeros compacted, or moved between packed and dense layouts, per second
+    entries: float = 3e10  # non-zeros compacted, or moved between packed and dense layouts, per second
     launch: float = 3e-6  # one more kernel in a sequence of small ones, s
-
-
-HOT_EFFICIENCY = 0.85  # of the rate of large products, that the narrow ones of the hot neurons reach
 
 
 class Costs(NamedTuple):
@@ -71,7 +68,7 @@ def sparse_costs(shape: Shape, rates: Rates, rate: Tensor, n_hot: Tensor) -> tup
     blocks = n * (tile_rate.sum() - first_tile)  # as if neurons fired independently, which overestimates
 
     any_hot = (n_hot > 0).double()
-    product = 2 * n * d * n_hot / (HOT_EFFICIENCY * rates.flops)
+    product = 2 * n * d * n_hot / rates.flops
     matrix = n * n_hot * size / rates.memory
     stream = n * row / rates.memory  # one read or write of an [n, d] matrix
     gathered = n * cold_nnz * row / rates.gather
