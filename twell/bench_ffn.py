@@ -68,13 +68,12 @@ class Sparse:
 
             self.state = FFNState(h, device)
 
-    def learn(self, batches: list[tuple[Tensor, Tensor]], weights: Iterable[Tensor | None]) -> Tensor:
+    def learn(self, batches: list[tuple[Tensor, Tensor]], weights: Iterable[Tensor | None]) -> None:
         """Show it the batches twice: the first time tells how sparse it is, the second how much room its buffers need
-        when it runs accordingly. Returns how often each neuron fired, int64 [h]."""
+        when it runs accordingly."""
         for _ in range(2):
-            fired = self._see(batches, weights)
+            self._see(batches, weights)
             self._update()
-        return fired
 
     def repair(self, batches: list[tuple[Tensor, Tensor]], weights: Iterable[Tensor | None]) -> int:
         """Enlarge its buffers until the batches fit, as a trainer does that repeats the step; returns how often."""
@@ -85,15 +84,11 @@ class Sparse:
             self._update()
         raise RuntimeError("the buffers overflow again and again")
 
-    def _see(self, batches: list[tuple[Tensor, Tensor]], weights: Iterable[Tensor | None]) -> Tensor:
-        fired = []
+    def _see(self, batches: list[tuple[Tensor, Tensor]], weights: Iterable[Tensor | None]) -> None:
         for x, dy in batches:
             self.full(x, *weights)
             leaves = leaves_of(x, weights)
-            output = self.full(*leaves)
-            gradients_of(output[:2], leaves, dy)
-            fired.append(output.fired)
-        return torch.stack(fired).sum(0)
+            gradients_of(self(*leaves), leaves, dy)
 
     def _update(self) -> None:
         if self.state is not None:
@@ -108,6 +103,13 @@ class Sparse:
         from kernels.state import overflowed
 
         return bool(overflowed([self.state]))
+
+    def layout(self, h: int) -> tuple[Tensor, int]:
+        """(neuron order int32 [h], number of hot neurons) of its training passes."""
+        if self.state is None:
+            return torch.arange(h, dtype=torch.int32), 0
+        order = self.state.decision.train
+        return order.order, order.n_hot
 
     def decision(self) -> str:
         """How it decided to run."""

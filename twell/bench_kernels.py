@@ -10,7 +10,6 @@ are learnt from other batches than those timed. A step is forward + backward wit
 """
 
 import json
-import math
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -18,19 +17,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.format import Entries, NeuronTiles
 from kernels.reference import ffn_backward, ffn_forward
 from kernels.synthetic import MaskProblem
 from twell import measure
 from twell.bench_cases import Case, mask_cases, quick_cases, standard_cases, token_cases
 from twell.bench_ffn import DL1, Dense, Sparse, gradients_of, leaves_of
 from twell.bench_report import print_ceilings, print_header, print_row, print_stages, print_verdicts
+from twell.bench_stages import stage_costs, work_of
 
 TIMED, LEARNT_FROM = (0, 2, 4, 6), (1, 3, 5, 7)  # batch numbers
-SECTOR = 32  # bytes, the smallest piece of device memory that moves
 
 
 @dataclass
@@ -111,7 +108,7 @@ def measure_case(
     problem = case.problem(dtype, device)
     weights = problem.weights
     sparse = Sparse(options.impl, case.h, device)
-    fired = sparse.learn([problem.batch(case.n, number) for number in LEARNT_FROM], weights)
+    sparse.learn([problem.batch(case.n, number) for number in LEARNT_FROM], weights)
     batches = [problem.batch(case.n, number) for number in TIMED]
     leaves = [leaves_of(x, weights) for x, _ in batches]
     repeats = sparse.repair(batches, weights)
@@ -141,8 +138,7 @@ def measure_case(
     result |= {"decision": sparse.decision(), "repeats": repeats, "overflowed": sparse.overflowed()}
     if options.stages and device.type == "cuda":
         kernels = measure.time_by_kernel(step(sparse), len(TIMED), 3)
-        union = tile_union(batches[0][0], fired, weights)
-        result["stages"] = stage_costs(kernels, case, result["nnz"]["mean"], union, ceilings, dtype.itemsize)
+        result["stages"] = stage_costs(kernels, work_of(batches[0][0], weights, *sparse.layout(case.h)), ceilings)
     return result
 
 
@@ -187,69 +183,3 @@ def errors(batch: tuple[Tensor, Tensor], weights: Iterable[Tensor | None], spars
     floor = torch.finfo(torch.float32).eps  # an l1 that dense happens to hit exactly is no measure
     table["worst_ratio"] = max(table["sparse"][name] / max(table["dense"][name], floor) for name in names)
     return table
-
-
-def tile_union(x: Tensor, fired: Tensor, weights: Iterable[Tensor | None]) -> int:
-    """(tile, token) pairs that the weight gradients touch, neurons ordered by how often they `fired` [h] before."""
-    w_gate, w_up, _ = weights
-    order = fired.argsort(descending=True, stable=True).int()
-    fires = F.linear(x, w_up if w_gate is None else w_gate) > 0
-    return int(NeuronTiles.pack(Entries.of(fires), order=order).offsets[-1])
-
-
-# Stages of the sparse step by the names of their kernels; whatever is not here counts as "other".
-STAGES = {
-    "gate": ("gate_",),
-    "compact": ("compact_",),
-    "plan": ("plan_",),
-    "rows forward": ("rows_forward",),
-    "rows backward": ("rows_backward",),
-    "rows reduce": ("rows_reduce",),
-    "summary": ("summary_",),
-    "weight gradients": ("weight_grad",),
-    "hot": ("hot_",),
-    "dense": ("dense_",),
-    "dense products": ("nvjet", "sm80_", "sm90_", "sm100_", "cutlass", "ampere_", "cublas", "void cutlass"),
-}
-
-
-def stage_costs(
-    kernels: dict[str, float], case: Case, nnz: float, union: int, ceilings: measure.Ceilings, itemsize: int
-) -> dict[str, dict]:
-    """Milliseconds by stage, beside the least that its bytes and FLOPs allow for.
-
-    The floors hold for the plain dataflow, every non-zero gathered; a stage that hands work to dense products can go
-    below. Bytes: what the stage must read and write once, gathered weight rows apart (they come out of the L2 cache);
-    a value read or written alone moves a whole sector.
-    """
-    n, d, h = case.n, case.d, case.h
-    total, row, words = nnz * n, d * itemsize, n * math.ceil(h / 32) * 4
-    gates = 2 if case.gated else 1  # weight matrices before the activation
-    entry = 4 + itemsize
-    floors = {
-        "gate": {"flops": 2 * n * d * h, "memory_bytes": (n + h) * row + words + total * SECTOR},
-        "compact": {"memory_bytes": words + total * (SECTOR + entry)},
-        "plan": {"memory_bytes": n * math.ceil(h / 64) + union * 4},
-        "rows forward": {
-            "gathered_bytes": total * gates * row,
-            "memory_bytes": 2 * n * row + total * (entry + itemsize),
-        },
-        "rows backward": {
-            "gathered_bytes": total * (gates + 1) * row,
-            "memory_bytes": 2 * n * row + total * (entry + itemsize) + union * 64 * itemsize * (gates + 1),
-        },
-        "weight gradients": {
-            "flops": 2 * union * 64 * d * (gates + 1),
-            "gathered_bytes": union * 2 * row,
-            "memory_bytes": h * row * (gates + 1) + union * 64 * itemsize * (gates + 1),
-        },
-    }
-    costs = {}
-    for kernel, ms in kernels.items():
-        stage = next((name for name, prefixes in STAGES.items() if kernel.startswith(prefixes)), "other")
-        cost = costs.setdefault(stage, {"ms": 0.0, "kernels": {}})
-        cost["ms"] += ms
-        cost["kernels"][kernel[:80]] = ms
-    for stage, cost in costs.items():
-        cost["floor_ms"] = ceilings.floor_ms(**floors[stage]) if stage in floors else None
-    return dict(sorted(costs.items(), key=lambda item: [*STAGES, "other"].index(item[0])))

@@ -3,10 +3,12 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from twell import bench
 from twell.bench_cases import Bar, mask_cases, standard_cases, token_cases
-from twell.bench_kernels import measure_case, stage_costs
+from twell.bench_kernels import measure_case
+from twell.bench_stages import Work, stage_costs, work_of
 from twell.measure import Ceilings
 
 
@@ -111,12 +113,27 @@ def test_names_are_unique_and_shapes_stay_together():
     assert changes == len(set(shapes)) - 1  # each shape is compiled once
 
 
+def test_work_is_counted():
+    fires = torch.tensor([[1, 0, 1], [0, 0, 1]])
+    x, w_gate = torch.eye(2), (2.0 * fires - 1).T  # x w_gate^T > 0 where it fires
+    work = work_of(x, (w_gate, w_gate, w_gate), torch.tensor([2, 0, 1], dtype=torch.int32), n_hot=1)
+    assert (work.n, work.d, work.h, work.gated, work.itemsize) == (2, 2, 3, True, 4)
+    assert (work.entries, work.cold, work.blocks) == (3, 1, 1)  # neuron 2 is hot; one token touches the cold tile
+    everything_hot = work_of(x, (None, w_gate, w_gate), torch.arange(3, dtype=torch.int32), n_hot=3)
+    assert (everything_hot.gated, everything_hot.cold, everything_hot.blocks) == (False, 0, 0)
+
+
 def test_stages_are_told_by_kernel_name():
-    case = next(case for case in standard_cases() if case.name == "uniform 2048x5632 nnz 30")
+    n, d, h = 16384, 2048, 5632
+    work = Work(n, d, h, gated=True, itemsize=2, n_hot=512, entries=30 * n, cold=13 * n, blocks=15 * n)
     ceilings = Ceilings(copy=4e12, gather=8e12, product=7e14)
     kernels = {"gate_kernel": 0.6, "rows_forward_kernel": 0.4, "nvjet_tst_128x256": 0.1, "Memset (Device)": 0.01}
-    costs = stage_costs(kernels, case, nnz=30, union=500_000, ceilings=ceilings, itemsize=2)
-    assert list(costs) == ["gate", "rows forward", "dense products", "other"]
-    assert costs["gate"]["floor_ms"] == pytest.approx(1e3 * 2 * 16384 * 2048 * 5632 / 7e14)
-    assert costs["rows forward"]["floor_ms"] == pytest.approx(1e3 * 16384 * 30 * 2 * 4096 / 8e12)
+    costs = stage_costs(kernels, work, ceilings)
+    assert list(costs) == ["gate", "rows forward", "products", "other"]
+    assert costs["gate"]["floor_ms"] == pytest.approx(1e3 * 2 * n * d * h / 7e14)
+    assert costs["rows forward"]["floor_ms"] == pytest.approx(1e3 * n * 13 * 2 * 4096 / 8e12)
+    assert costs["products"]["floor_ms"] == pytest.approx(1e3 * 8 * 2 * n * d * 512 / 7e14)
     assert costs["other"]["floor_ms"] is None
+
+    dense = stage_costs({"nvjet_tst_128x256": 4.0, "dense_forward_kernel": 0.2}, work, ceilings)
+    assert dense["products"]["floor_ms"] == pytest.approx(1e3 * 9 * 2 * n * d * h / 7e14)
