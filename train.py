@@ -30,6 +30,7 @@ from twell.hostread import HostRead
 from twell.model import Transformer
 from twell.optim import Schedule, build_optimizer, clip_and_scale, optimizer_state, set_lr
 from twell.profiling import Profiler
+from twell.routing import Routing
 from twell.run import Progress, open_run, run_name
 from twell.sparsity import SparsityMeter, l1_coefficient, l1_weight
 from twell.tracking import StopWatch, Tracker, console_line, memory_gb, peak_flops, validation_line
@@ -66,6 +67,8 @@ def main(cfg: Config) -> None:
     use_compile = is_cuda if cfg.compile is None else cfg.compile
     forward = torch.compile(model, fullgraph=True, dynamic=False) if use_compile else model
     forward = parallel.distribute(forward, ranks)
+
+    routing = Routing(model, ranks.device, compute_dtype)
 
     # ---- Optimizer and schedule. The schedule's end is fixed when the run is first started: a longer run does not
     # stretch it unless optim.schedule.horizon says so.
@@ -123,22 +126,30 @@ def main(cfg: Config) -> None:
         watch.start()
         set_lr(optimizers, schedule.factor(at.step + 1, at.tokens + cfg.batch.tokens))
         l1_scale = l1_weight(cfg.ffn, cfg.model.n_layers, at.step)
-        sums = torch.zeros_like(totals)  # nats, L1, counted tokens of this step
         batches = loader.next()
-        for i, batch in enumerate(batches):
-            with parallel.gradient_sync(forward, last_micro_step=i == len(batches) - 1):
-                out = forward(batch.tokens, batch.targets, batch.doc_ids)
-                # Divided by a constant; how many tokens really counted is known, on the device, when all are done.
-                ((out.loss_sum + l1_scale * out.l1_sum) * (ranks.world_size / cfg.batch.tokens)).backward()
-            n_counted = (batch.targets != IGNORE).sum()
-            sums += torch.stack([out.loss_sum.detach(), out.l1_sum.detach(), n_counted])
-            if out.stats is not None:
-                meter.update(out.stats, n_counted)
-        parallel.sum_over_ranks(sums)
-        grad_norm = clip_and_scale(model.parameters(), (cfg.batch.tokens / sums[2]).float(), cfg.optim.clip)
+        while True:  # once, unless a buffer of the sparse kernels turns out too small
+            sums = torch.zeros_like(totals)  # nats, L1, counted tokens of this step
+            seen = []
+            for i, batch in enumerate(batches):
+                with parallel.gradient_sync(forward, last_micro_step=i == len(batches) - 1):
+                    out = forward(batch.tokens, batch.targets, batch.doc_ids)
+                    # Divided by a constant; how many tokens counted is known, on the device, when all are done.
+                    ((out.loss_sum + l1_scale * out.l1_sum) * (ranks.world_size / cfg.batch.tokens)).backward()
+                n_counted = (batch.targets != IGNORE).sum()
+                sums += torch.stack([out.loss_sum.detach(), out.l1_sum.detach(), n_counted])
+                seen.append((out.stats, n_counted))
+            parallel.sum_over_ranks(sums)
+            grad_norm = clip_and_scale(model.parameters(), (cfg.batch.tokens / sums[2]).float(), cfg.optim.clip)
 
-        # The one host read of the step: may the optimizer run, and shall we stop?
-        word = host_read.read(sums[:2].isfinite().all() & grad_norm.isfinite(), stop_requested())
+            # The one host read of the step: may the optimizer run, must the step be repeated, shall we stop?
+            finite = sums[:2].isfinite().all() & grad_norm.isfinite()
+            word = host_read.read(finite, routing.overflowed(), stop_requested())
+            if not word.overflowed:
+                break
+            at.repeated += 1
+            log(f"step {at.step + 1}: a buffer of the sparse kernels was too small; repeating with larger ones")
+            routing.update()
+            model.zero_grad(set_to_none=True)
         stop = word.stop
         if word.nonfinite:
             nonfinite_in_a_row += 1
@@ -147,10 +158,12 @@ def main(cfg: Config) -> None:
         else:
             nonfinite_in_a_row = 0
             totals += sums
+            for stats, n_counted in seen:
+                if stats is not None:
+                    meter.update(stats, n_counted)
             for optimizer in optimizers:
                 optimizer.step()
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
         at.step += 1
         at.tokens += cfg.batch.tokens
         watch.stop()
@@ -177,6 +190,7 @@ def main(cfg: Config) -> None:
                 "train/grad_norm": grad_norm.item(),
                 "train/epoch": loader.epoch,
                 "train/skipped_steps": at.skipped,
+                "train/repeated_steps": at.repeated,
                 "perf/tokens_per_second": speed,
                 "perf/step_ms": 1e3 * seconds / n_steps,
                 "perf/mfu": speed * model.flops_per_token() / (peak * ranks.world_size) if peak else None,
@@ -186,16 +200,17 @@ def main(cfg: Config) -> None:
                 "perf/train_seconds": at.train_seconds,
             }
             if cfg.ffn.kind != "dense_silu":
-                values |= meter.summary()
+                values |= meter.summary() | routing.metrics()
             tracker.record(at.step, at.tokens, values)
             log(console_line(at.step, steps, values, eta_seconds=(steps - at.step) * seconds / n_steps))
+            routing.update()
             totals.zero_()
             meter.reset()
             waited = loader.wait_seconds
 
         # ---- Validate.
         if at.step == steps or (at.step % cfg.eval.interval == 0 and not stop):
-            val = validate_model(forward, val_batches, token_bytes)
+            val = validate_model(forward, val_batches, token_bytes, routing)
             at.val_loss, at.val_step = val["val/loss"], at.step
             if ranks.is_main and cfg.eval.sample_tokens:
                 val["val/sample"] = sample_text(model, tokenizer, cfg.eval.prompt, cfg.eval.sample_tokens, cfg.seed)

@@ -4,7 +4,7 @@ Every kind keeps its weights as w_gate, w_up, w_down, all [h, d] with one row pe
 and sparse are interchangeable: they are the same function, computed differently.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from kernels.ops import sparse_ffn
 from twell.config import FFNConfig
+
+if TYPE_CHECKING:
+    from kernels.state import FFNState
 
 
 class FFNResult(NamedTuple):
@@ -70,10 +73,12 @@ class SparseFFN(FFN):
     def __init__(self, d_model: int, d_ff: int, gated: bool, impl: str):
         super().__init__(d_model, d_ff, gated)
         self.impl = impl
+        self.state: FFNState | None = None  # what the kernels remember from step to step; see twell/routing.py
 
     def forward(self, x: Tensor, counted: Tensor | None) -> FFNResult:
         """x [b, t, d]; counted bool [b, t], the tokens that `l1` and `fired` count (None: all)."""
-        return FFNResult(*sparse_ffn(x, *self.weights(x.dtype), counted=counted, impl=self.impl))
+        weights = self.weights(x.dtype)
+        return FFNResult(*sparse_ffn(x, *weights, counted=counted, impl=self.impl, state=self.state))
 
 
 def build_ffn(cfg: FFNConfig, d_model: int) -> FFN:

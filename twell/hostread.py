@@ -17,6 +17,7 @@ class StepWord(NamedTuple):
     """What the host learns about a step before the optimizer runs; equal on every rank."""
 
     nonfinite: bool  # the loss or the gradient norm is NaN or infinite somewhere
+    overflowed: bool  # a buffer of the sparse kernels was too small: the gradients are incomplete, repeat the step
     stop: bool  # some rank was asked to stop
 
 
@@ -32,15 +33,17 @@ class HostRead:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._seconds = 0.0
 
-    def read(self, finite: Tensor, stop: bool) -> StepWord:
+    def read(self, finite: Tensor, overflowed: Tensor, stop: bool) -> StepWord:
         """Fold, share and read one word.
 
         Args:
             finite: bool [], on the device, whether this rank's loss and gradient norm are finite.
+            overflowed: bool [], on the device, whether a buffer was too small on this rank.
             stop: whether this process was asked to stop.
         """
         # torch.full, not torch.tensor: a fill kernel needs no copy from the host, which would be a second sync
-        word = torch.stack([~finite, torch.full((), stop, dtype=torch.bool, device=self.device)]).int()  # [2]
+        stop = torch.full((), stop, dtype=torch.bool, device=self.device)
+        word = torch.stack([~finite, overflowed, stop]).int()  # [3]
         parallel.max_over_ranks(word)
         if self.device.type == "cuda":
             end_of_work, answered = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -46,6 +46,7 @@ class Progress:
     step: int = 0  # optimizer steps done
     tokens: int = 0  # training tokens seen
     skipped: int = 0  # steps whose update was left out because something was not finite
+    repeated: int = 0  # steps done again because a buffer of the sparse kernels was too small
     train_seconds: float = 0.0  # time in training steps, over all starts of the run
     val_loss: float | None = None  # of the last validation
     val_step: int | None = None

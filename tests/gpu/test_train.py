@@ -55,3 +55,21 @@ def test_bf16_follows_fp32(tmp_path):
         losses(train_tiny(tmp_path, f"name={dtype}", f"dtype={dtype}", "steps=10", *GPU)) for dtype in ("bf16", "fp32")
     )
     assert bf16 == pytest.approx(fp32, rel=2e-2)
+
+
+def test_training_through_the_kernels_follows_torch_and_overflow_repeats_the_step(tmp_path, monkeypatch):
+    from kernels.state import Decision
+
+    common = (*GPU, "steps=12", "log.interval=2", "dtype=fp32")
+    expected = losses(train_tiny(tmp_path, "name=torch", "ffn.impl=torch", *common))
+    room_for, calls = Decision.room_for, []
+
+    def too_small_once(self, n, h, backward):
+        calls.append(None)
+        room = room_for(self, n, h, backward)
+        return room._replace(entries=64) if len(calls) == 1 else room
+
+    monkeypatch.setattr(Decision, "room_for", too_small_once)
+    records = train_tiny(tmp_path, "name=triton", "ffn.impl=triton", *common)
+    assert max(r.get("train/repeated_steps", 0) for r in records) >= 1
+    assert losses(records) == pytest.approx(expected, rel=2e-3)

@@ -1,0 +1,60 @@
+"""The sparse kernels in the training loop; on CPU in Triton's interpreter, at a size that it can bear."""
+
+import pytest
+import torch
+
+from tests.training import losses, train_tiny
+from twell.config import FFNConfig
+from twell.ffn import build_ffn
+from twell.routing import Routing
+
+CPU = torch.device("cpu")
+KERNELS = (
+    "ffn.impl=triton",
+    "model.seq_len=8",
+    "model.d_ff=48",
+    "batch.tokens=16",
+    "batch.micro=1",
+    "eval.tokens=16",
+    "eval.sample_tokens=0",
+)
+
+
+def test_on_the_torch_path_there_is_nothing_to_decide():
+    layer = build_ffn(FFNConfig(kind="sparse", d_ff=8), d_model=4)
+    routing = Routing(layer, CPU, torch.float32)
+    routing.update()
+    assert layer.state is None and not routing.overflowed()
+    assert routing.metrics() == {"sparsity/route/layer_00": 0.0}
+
+
+def test_dense_kinds_have_no_routes():
+    assert Routing(build_ffn(FFNConfig(kind="dense_relu", d_ff=8), 4), CPU, torch.float32).metrics() == {}
+
+
+@pytest.mark.slow
+def test_training_through_the_kernels_equals_training_through_torch(tmp_path):
+    torch_records = train_tiny(tmp_path, "name=torch", "steps=4", *KERNELS, "ffn.impl=torch")
+    records = train_tiny(tmp_path, "name=triton", "steps=4", *KERNELS)
+    assert losses(records) == pytest.approx(losses(torch_records), rel=1e-4)
+    assert all(r["sparsity/route/layer_01"] == 1.0 for r in records if "train/loss" in r)
+    assert all(r["sparsity/route/layer_01"] == 0.0 for r in torch_records if "train/loss" in r)
+
+
+@pytest.mark.slow
+def test_a_step_that_overflows_is_repeated_and_counted_and_changes_nothing(tmp_path, monkeypatch, capsys):
+    from kernels.state import Decision
+
+    room_for, calls = Decision.room_for, []
+
+    def too_small_once(self, n, h, backward):
+        room = room_for(self, n, h, backward)
+        calls.append(None)
+        return room._replace(entries=64) if len(calls) == 1 else room
+
+    monkeypatch.setattr(Decision, "room_for", too_small_once)
+    records = train_tiny(tmp_path, "name=small", "steps=4", *KERNELS)
+    assert "a buffer of the sparse kernels was too small" in capsys.readouterr().out
+    assert records[-2]["train/repeated_steps"] == 1
+    monkeypatch.setattr(Decision, "room_for", room_for)
+    assert losses(records) == losses(train_tiny(tmp_path, "name=large", "steps=4", *KERNELS))

@@ -1,0 +1,61 @@
+"""What the trainer does for the sparse kernels: gives each layer its memory, and lets it learn between steps.
+
+A layer's `kernels.state.FFNState` holds buffer sizes, neuron order and the choice between sparse stages and dense
+products. Passes read it on the host and leave their measurements on the device, so no step waits. On the torch path
+there is nothing to decide and everything here does nothing.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from kernels.ops import unsupported
+from twell.ffn import SparseFFN
+
+
+class Routing:
+    """The states of a model's sparse layers, in the order of the layers."""
+
+    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype):
+        """Attach a state to every layer of `model` that runs the Triton path in `dtype` on `device`."""
+        self._device = device
+        self._layers = [module for module in model.modules() if isinstance(module, SparseFFN)]
+        self._states = []
+        for layer in self._layers:
+            d_ff, d_model = layer.w_up.shape
+            wanted = layer.impl == "triton" or (layer.impl == "auto" and device.type == "cuda")
+            if wanted and unsupported(device, dtype, d_model) is None:
+                from kernels.state import FFNState  # needs triton
+
+                layer.state = FFNState(d_ff, device)
+                self._states.append(layer.state)
+
+    def overflowed(self) -> Tensor:
+        """bool [], on the device: some buffer was too small since the last update, so the results are incomplete."""
+        if not self._states:
+            return torch.zeros((), dtype=torch.bool, device=self._device)
+        from kernels.state import overflowed
+
+        return overflowed(self._states)
+
+    def update(self) -> None:
+        """Let every layer decide anew from what it saw since the last update. Waits for the device, once."""
+        if self._states:
+            from kernels.state import update
+
+            update(self._states)
+
+    def metrics(self) -> dict[str, float]:
+        """sparsity/route/layer_00 ...: 1 where the next training pass computes only the non-zeros, else 0."""
+        return {
+            f"sparsity/route/layer_{i:02d}": float(layer.state is not None and _runs_sparse(layer))
+            for i, layer in enumerate(self._layers)
+        }
+
+
+def _runs_sparse(layer: SparseFFN) -> bool:
+    state = layer.state
+    if layer.impl == "triton":
+        return True
+    return state.shape is not None and state.decision.runs_sparse(
+        state.shape, backward=True, device=state.seen.numbers.device, dtype=state.dtype
+    )
