@@ -11,6 +11,10 @@ from torch import Tensor, nn
 from kernels.ops import unsupported
 from twell.ffn import SparseFFN
 
+# Measured on an H200 (results/kernels-h200.json): from d_model 2048 on the kernels win at 4 % density and below; at 1024
+# and less, launching them takes the host longer than the whole dense layer takes the GPU.
+AUTO_FROM_WIDTH = 2048
+
 
 class Routing:
     """The states of a model's sparse layers, in the order of the layers."""
@@ -22,7 +26,8 @@ class Routing:
         self._states = []
         for layer in self._layers:
             d_ff, d_model = layer.w_up.shape
-            wanted = layer.impl == "triton" or (layer.impl == "auto" and device.type == "cuda")
+            pays = device.type == "cuda" and d_model >= AUTO_FROM_WIDTH
+            wanted = layer.impl == "triton" or (layer.impl == "auto" and pays)
             if wanted and unsupported(device, dtype, d_model) is None:
                 from kernels.state import FFNState  # needs triton
 
