@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kernels.ops import unsupported
 from twell.ffn import SparseFFN
 
-# Measured on an H200 (results/kernels-h200.json): from d_model 2048 on the kernels win at 4 % density and below; at 1024
+# Measured on an H200 (results/kernels-h200.json): from d_model 2048 on the kernels win at densities up to 4 %; at 1024
 # and less, launching them takes the host longer than the whole dense layer takes the GPU.
 AUTO_FROM_WIDTH = 2048
 
