@@ -139,6 +139,9 @@ def measure_case(
     if options.stages and device.type == "cuda":
         kernels = measure.time_by_kernel(step(sparse), len(TIMED), 3)
         result["stages"] = stage_costs(kernels, work_of(batches[0][0], weights, *sparse.layout(case.h)), ceilings)
+        # The kernels' own time, on both sides: what would be left if the host cost nothing.
+        rival = measure.time_by_kernel(step(steps[result["step"]["dense"]]), len(TIMED), 3)
+        result["device_ms"] = {"sparse": sum(kernels.values()), "dense": sum(rival.values())}
     return result
 
 

@@ -48,13 +48,14 @@ def print_stages(results: list[dict]) -> None:
     profiled = [result for result in results if "stages" in result]
     if not profiled:
         return
-    print("\nms by stage / floor from bytes and FLOPs at the ceilings above")
+    print("\nms of all kernels dense / sparse; ms by stage / floor from bytes and FLOPs at the ceilings above")
     for result in profiled:
         cells = (
             f"{name} {cost['ms']:.3f}" + (f"/{cost['floor_ms']:.3f}" if cost["floor_ms"] else "")
             for name, cost in result["stages"].items()
         )
-        print(f"  {result['case']:<34}", "  ".join(cells))
+        device = result["device_ms"]
+        print(f"  {result['case']:<34} {device['dense']:.3f} / {device['sparse']:.3f}: ", "  ".join(cells))
 
 
 def print_verdicts(cases: list[Case], results: list[dict], failures: list[str]) -> None:
