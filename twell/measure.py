@@ -108,7 +108,7 @@ def _elapsed(start: "torch.cuda.Event | float", end: "torch.cuda.Event | float")
 @dataclass(frozen=True)
 class Memory:
     """Bytes. `held`: alive between forward and backward beside inputs and results. `transient`: the most that either
-    pass needs for itself, on top of what is held and of what it returns."""
+    pass allocates at once, its results included."""
 
     held: int
     transient: int
@@ -124,13 +124,12 @@ def memory(forward: Callable[[], tuple], backward: Callable[[tuple], tuple], dev
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         results = f(*arguments)
-        after, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-        size = sum(t.numel() * t.element_size() for t in results if t is not None)
-        return results, after - before - size, peak - before - size
+        return results, torch.cuda.memory_allocated(device) - before, torch.cuda.max_memory_allocated(device) - before
 
-    results, held, forward_peak = run(forward)
-    _, _, backward_peak = run(backward, results)
-    return Memory(held, max(forward_peak - held, backward_peak, 0))
+    outputs, kept, forward_peak = run(forward)
+    _, _, backward_peak = run(backward, outputs)
+    held = kept - sum(t.numel() * t.element_size() for t in outputs)
+    return Memory(held, max(forward_peak, backward_peak))
 
 
 def time_by_kernel(step: Callable[[int], object], batches: int, repeats: int) -> dict[str, float]:

@@ -44,3 +44,22 @@ def test_environment_names_versions_and_date():
 def test_without_a_gpu_there_is_no_memory_and_no_ceiling():
     assert measure.memory(lambda: (), lambda outputs: (), CPU) is None
     assert measure.ceilings(1, 1, 1, torch.float32, CPU) is None
+
+
+def test_memory_held_and_at_once(monkeypatch):
+    """With a make-believe allocator: the forward takes 50, keeps 30 of it, 8 of these in its result; the backward 70."""
+    memory = {"now": 100, "peak": 100}
+    monkeypatch.setattr("torch.cuda.synchronize", lambda _: None)
+    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda _: memory.update(peak=memory["now"]))
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda _: memory["now"])
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda _: memory["peak"])
+
+    def forward():
+        memory.update(now=130, peak=150)
+        return (torch.zeros(2),)
+
+    def backward(outputs):
+        memory.update(peak=200)
+        return outputs
+
+    assert measure.memory(forward, backward, torch.device("cuda")) == measure.Memory(held=22, transient=70)
