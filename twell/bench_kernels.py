@@ -24,7 +24,14 @@ from kernels.synthetic import MaskProblem
 from twell import measure
 from twell.bench_cases import Case, mask_cases, quick_cases, standard_cases, token_cases
 from twell.bench_ffn import DL1, Dense, Sparse, gradients_of, leaves_of
-from twell.bench_report import print_ceilings, print_header, print_row, print_stages, print_verdicts
+from twell.bench_report import (
+    print_ceilings,
+    print_header,
+    print_row,
+    print_stages,
+    print_stages_header,
+    print_verdicts,
+)
 from twell.bench_stages import stage_costs, work_of
 
 TIMED, LEARNT_FROM = (0, 2, 4, 6), (1, 3, 5, 7)  # batch numbers
@@ -53,29 +60,44 @@ def run(options: Options) -> None:
     environment = measure.environment(device) | {"dtype": str(dtype).removeprefix("torch."), "impl": options.impl}
     print_header(environment)
     started = time.perf_counter()
-    done, results, failures = [], [], []
-    shape, dense, ceilings = None, None, None
-    for case in cases:
-        if options.max_seconds and time.perf_counter() - started > options.max_seconds:
-            failures.append(
-                f"{len(cases) - len(done) - len(failures)} cases not run: max_seconds={options.max_seconds}"
-            )
-            break
-        try:
-            if case.shape != shape:
-                shape, dense = case.shape, Dense(case.gated, options.compile)
-                ceilings = measure.ceilings(case.n, case.d, case.h, dtype, device)
-                print_ceilings(case, ceilings)
-            results.append(measure_case(case, dense, ceilings, options, dtype, device))
-        except Exception as e:  # one case must not lose the others
-            traceback.print_exc()
-            failures.append(f"{case.name}: {type(e).__name__}")
-            continue
-        done.append(case)
-        print_row(case, results[-1])
-        _write(options.out, environment, results)
-    print_stages(results)
-    print_verdicts(done, results, failures)
+    results: dict[Case, dict] = {}
+    ceilings: dict[tuple, measure.Ceilings] = {}
+    failures: list[str] = []
+
+    def time_it(bench: Bench) -> None:
+        results[bench.case] = measure_case(bench, 2 if options.quick else options.rounds)
+        print_row(bench.case, results[bench.case])
+
+    def profile_it(bench: Bench) -> None:
+        case = bench.case
+        if case.shape not in ceilings:
+            ceilings[case.shape] = measure.ceilings(case.n, case.d, case.h, dtype, device)
+            print_ceilings(case, ceilings[case.shape])
+        results[case] |= profile_case(bench, results[case]["step"]["dense"], ceilings[case.shape])
+        print_stages(results[case])
+
+    def visit(cases: list[Case], action: Callable[[Bench], None]) -> None:
+        """Make every case ready and act on it; one that fails loses no other."""
+        shape, dense = None, None
+        for i, case in enumerate(cases):
+            if options.max_seconds and time.perf_counter() - started > options.max_seconds:
+                failures.append(f"{len(cases) - i} cases not run to the end: max_seconds={options.max_seconds}")
+                return
+            try:
+                if case.shape != shape:
+                    shape, dense = case.shape, Dense(case.gated, options.compile)
+                action(Bench(case, dense, options.impl, dtype, device))
+            except Exception as e:
+                traceback.print_exc()
+                failures.append(f"{case.name}: {type(e).__name__}")
+            _write(options.out, environment, list(results.values()))
+
+    visit(cases, time_it)
+    if options.stages and device.type == "cuda":
+        # After all timings: once the profiler has been used, every later launch costs the host more.
+        print_stages_header()
+        visit(list(results), profile_it)
+    print_verdicts(results, failures)
 
 
 def _write(path: str, environment: dict, results: list[dict]) -> None:
@@ -96,53 +118,66 @@ def _cases(options: Options) -> Iterable[Case]:
         yield from token_cases()
 
 
-def measure_case(
-    case: Case,
-    dense: Dense,
-    ceilings: measure.Ceilings | None,
-    options: Options,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> dict:
-    """Everything about one case, as it goes into the JSON file. Times in ms, memory in bytes."""
-    problem = case.problem(dtype, device)
-    weights = problem.weights
-    sparse = Sparse(options.impl, case.h, device)
-    sparse.learn([problem.batch(case.n, number) for number in LEARNT_FROM], weights)
-    batches = [problem.batch(case.n, number) for number in TIMED]
-    leaves = [leaves_of(x, weights) for x, _ in batches]
-    repeats = sparse.repair(batches, weights)
+class Bench:
+    """A case made ready: its batches, and a sparse layer that has learnt from other batches."""
 
-    def step(ffn: Callable) -> Callable[[int], tuple]:
-        return lambda i: gradients_of(ffn(*leaves[i]), leaves[i], batches[i][1])
+    def __init__(self, case: Case, dense: Dense, impl: str, dtype: torch.dtype, device: torch.device):
+        self.case, self.dense, self.device = case, dense, device
+        self.problem = case.problem(dtype, device)
+        self.weights = self.problem.weights
+        self.sparse = Sparse(impl, case.h, device)
+        self.sparse.learn([self.problem.batch(case.n, number) for number in LEARNT_FROM], self.weights)
+        self.batches = [self.problem.batch(case.n, number) for number in TIMED]
+        self.leaves = [leaves_of(x, self.weights) for x, _ in self.batches]
+        self.repeats = self.sparse.repair(self.batches, self.weights)
 
-    def forward(ffn: Callable) -> Callable[[int], tuple]:
-        return torch.no_grad()(lambda i: ffn(*leaves[i]))
+    def step(self, ffn: Callable) -> Callable[[int], tuple]:
+        return lambda i: gradients_of(ffn(*self.leaves[i]), self.leaves[i], self.batches[i][1])
 
-    rounds = 2 if options.quick else options.rounds
+    def forward(self, ffn: Callable) -> Callable[[int], tuple]:
+        return torch.no_grad()(lambda i: ffn(*self.leaves[i]))
+
+
+def measure_case(bench: Bench, rounds: int) -> dict:
+    """Times (ms), errors and memory (bytes) of one case, as they go into the JSON file."""
+    case, dense, sparse = bench.case, bench.dense, bench.sparse
     silu = dense.variants("silu") if case.table == "uniform" else {}  # says nothing new in the other tables
-    steps = dense.variants("relu_l1") | silu | {"sparse": sparse}
-    forwards = dense.variants("relu") | silu | {"sparse": sparse}
-    step_times = measure.alternate({name: step(f) for name, f in steps.items()}, len(TIMED), rounds, device)
-    forward_times = measure.alternate({name: forward(f) for name, f in forwards.items()}, len(TIMED), rounds, device)
-
-    result = {"case": case.name, "n": case.n, "d": case.d, "h": case.h, "gated": case.gated}
-    result["nnz"] = _distribution(torch.cat([sparse.full(x, *weights).nnz for x, _ in batches]))
-    if isinstance(problem, MaskProblem):
-        result["mask_mismatches"] = problem.mismatches
-    for name, times, best in (("step", step_times, "relu_l1"), ("forward", forward_times, "relu")):
-        result[name] = _compare(times, best)
-    result["errors"] = errors(batches[0], weights, sparse, dense.eager["relu_l1"])
-    candidates = dense.variants("relu_l1") | {"sparse": sparse}
-    result["memory"] = {name: _memory(f, leaves[0], batches[0][1], device) for name, f in candidates.items()}
-    result |= {"decision": sparse.decision(), "repeats": repeats, "overflowed": sparse.overflowed()}
-    if options.stages and device.type == "cuda":
-        kernels = measure.time_by_kernel(step(sparse), len(TIMED), 3)
-        result["stages"] = stage_costs(kernels, work_of(batches[0][0], weights, *sparse.layout(case.h)), ceilings)
-        # The kernels' own time, on both sides: what would be left if the host cost nothing.
-        rival = measure.time_by_kernel(step(steps[result["step"]["dense"]]), len(TIMED), 3)
-        result["device_ms"] = {"sparse": sum(kernels.values()), "dense": sum(rival.values())}
+    steps = {name: bench.step(f) for name, f in (dense.variants("relu_l1") | silu | {"sparse": sparse}).items()}
+    forwards = {name: bench.forward(f) for name, f in (dense.variants("relu") | silu | {"sparse": sparse}).items()}
+    nnz = torch.cat([sparse.full(x, *bench.weights).nnz for x, _ in bench.batches])
+    result = {
+        "case": case.name,
+        "n": case.n,
+        "d": case.d,
+        "h": case.h,
+        "gated": case.gated,
+        "nnz": _distribution(nnz),
+        "step": _compare(measure.alternate(steps, len(TIMED), rounds, bench.device), "relu_l1"),
+        "forward": _compare(measure.alternate(forwards, len(TIMED), rounds, bench.device), "relu"),
+        "errors": errors(bench.batches[0], bench.weights, sparse, dense.eager["relu_l1"]),
+        "memory": {name: _memory(bench, f) for name, f in (dense.variants("relu_l1") | {"sparse": sparse}).items()},
+        "decision": sparse.decision(),
+        "repeats": bench.repeats,
+        "overflowed": sparse.overflowed(),
+    }
+    if isinstance(bench.problem, MaskProblem):
+        result["mask_mismatches"] = bench.problem.mismatches
     return result
+
+
+def profile_case(bench: Bench, rival: str, ceilings: measure.Ceilings) -> dict:
+    """Each stage's time beside its floor, and the time of all kernels, also of the dense `rival`: what would be left of
+    both sides if the host cost nothing."""
+    dense, sparse = (bench.step(f) for f in (bench.dense.variants("relu_l1")[rival], bench.sparse))
+    for i in range(len(TIMED)):
+        dense(i), sparse(i)
+    kernels = measure.time_by_kernel(sparse, len(TIMED), 3)
+    work = work_of(bench.batches[0][0], bench.weights, *bench.sparse.layout(bench.case.h))
+    all_dense = sum(measure.time_by_kernel(dense, len(TIMED), 3).values())
+    return {
+        "stages": stage_costs(kernels, work, ceilings),
+        "kernels_ms": {"dense": all_dense, "sparse": sum(kernels.values())},
+    }
 
 
 def _distribution(nnz: Tensor) -> dict[str, float]:
@@ -161,8 +196,9 @@ def _compare(times: dict[str, measure.Timing], baseline: str) -> dict:
     return comparison
 
 
-def _memory(ffn: Callable, leaves: list[Tensor | None], dy: Tensor, device: torch.device) -> dict | None:
-    memory = measure.memory(lambda: ffn(*leaves), lambda outputs: gradients_of(outputs, leaves, dy), device)
+def _memory(bench: Bench, ffn: Callable) -> dict | None:
+    leaves, (_, dy) = bench.leaves[0], bench.batches[0]
+    memory = measure.memory(lambda: ffn(*leaves), lambda outputs: gradients_of(outputs, leaves, dy), bench.device)
     return None if memory is None else asdict(memory)
 
 

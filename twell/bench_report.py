@@ -12,14 +12,16 @@ def print_header(environment: dict) -> None:
     print("  ".join(f"{key} {value}" for key, value in environment.items()))
 
 
-def print_ceilings(case: Case, ceilings: Ceilings | None) -> None:
-    text = f"\nn {case.n}  d {case.d}  h {case.h}{'' if case.gated else '  non-gated'}"
-    if ceilings is not None:
-        text += (
-            f"   ceilings: copy {ceilings.copy / 1e12:.2f} TB/s, gathered rows {ceilings.gather / 1e12:.2f} TB/s, "
-            f"product {ceilings.product / 1e12:.0f} TFLOP/s"
-        )
-    print(text, flush=True)
+def print_stages_header() -> None:
+    print("\nms of all kernels, dense / sparse: of each stage / its floor from bytes and FLOPs at the ceilings named")
+
+
+def print_ceilings(case: Case, ceilings: Ceilings) -> None:
+    print(
+        f"n {case.n}  d {case.d}  h {case.h}{'' if case.gated else '  non-gated'}: "
+        f"copy {ceilings.copy / 1e12:.2f} TB/s, gathered rows {ceilings.gather / 1e12:.2f} TB/s, "
+        f"product {ceilings.product / 1e12:.0f} TFLOP/s"
+    )
 
 
 def print_row(case: Case, result: dict) -> None:
@@ -44,28 +46,23 @@ def print_row(case: Case, result: dict) -> None:
     print("   ", result["decision"].replace("\n", "\n    ") + repeats, flush=True)
 
 
-def print_stages(results: list[dict]) -> None:
-    profiled = [result for result in results if "stages" in result]
-    if not profiled:
-        return
-    print("\nms of all kernels dense / sparse; ms by stage / floor from bytes and FLOPs at the ceilings above")
-    for result in profiled:
-        cells = (
-            f"{name} {cost['ms']:.3f}" + (f"/{cost['floor_ms']:.3f}" if cost["floor_ms"] else "")
-            for name, cost in result["stages"].items()
-        )
-        device = result["device_ms"]
-        print(f"  {result['case']:<34} {device['dense']:.3f} / {device['sparse']:.3f}: ", "  ".join(cells))
+def print_stages(result: dict) -> None:
+    cells = (
+        f"{name} {cost['ms']:.3f}" + (f"/{cost['floor_ms']:.3f}" if cost["floor_ms"] else "")
+        for name, cost in result["stages"].items()
+    )
+    total = result["kernels_ms"]
+    print(f"  {result['case']:<34} {total['dense']:.3f} / {total['sparse']:.3f}: ", "  ".join(cells), flush=True)
 
 
-def print_verdicts(cases: list[Case], results: list[dict], failures: list[str]) -> None:
+def print_verdicts(results: dict[Case, dict], failures: list[str]) -> None:
     print("\nspeed-up over the best dense ReLU (+ L1 in the step), and over the best SiLU; must and aim; verdict")
     print(
         f"  {'case':<34} {'nnz':>6} | {'step':>5} {'must':>5} {'aim':>5} {'':8} {'silu':>5} "
         f"| {'fwd':>5} {'must':>5} {'aim':>5} {'':8} {'silu':>5} | {'error':>6} | held, transient MB (dense)"
     )
     missed = list(failures)
-    for case, result in zip(cases, results, strict=True):
+    for case, result in results.items():
         verdicts = {name: getattr(case, name).verdict(result[name]["ratio"]) for name in ("step", "forward")}
         error = result["errors"]["worst_ratio"]
         held = _memory(result)

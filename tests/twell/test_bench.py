@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from twell import bench
-from twell.bench_cases import Bar, mask_cases, standard_cases, token_cases
-from twell.bench_kernels import measure_case
+from twell.bench_cases import Bar, mask_cases, quick_cases, standard_cases, token_cases
+from twell.bench_ffn import Dense
+from twell.bench_kernels import Bench, measure_case, profile_case
+from twell.bench_report import print_ceilings, print_stages
 from twell.bench_stages import Work, stage_costs, work_of
 from twell.measure import Ceilings
 
@@ -54,10 +56,10 @@ def test_only_selects_cases(tmp_path, capsys):
 
 
 def test_a_failing_case_loses_no_other(tmp_path, capsys, monkeypatch):
-    def fail(case, *arguments):
-        if not case.gated:
+    def fail(bench, rounds):
+        if not bench.case.gated:
             raise RuntimeError("out of memory")
-        return measure_case(case, *arguments)
+        return measure_case(bench, rounds)
 
     monkeypatch.setattr("twell.bench_kernels.measure_case", fail)
     out = tmp_path / "results.json"
@@ -71,7 +73,7 @@ def test_a_failing_case_loses_no_other(tmp_path, capsys, monkeypatch):
 def test_a_time_limit_is_kept(tmp_path, capsys):
     out = tmp_path / "results.json"
     bench.main(["kernels", "quick=true", "compile=false", "max_seconds=1e-9", f"out={out}"])
-    assert "4 cases not run: max_seconds=1e-09" in capsys.readouterr().out
+    assert "4 cases not run to the end: max_seconds=1e-09" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -111,6 +113,22 @@ def test_names_are_unique_and_shapes_stay_together():
     shapes = [case.shape for case in cases]
     changes = sum(a != b for a, b in itertools.pairwise(shapes))
     assert changes == len(set(shapes)) - 1  # each shape is compiled once
+
+
+def test_a_profile_sets_stages_beside_floors(monkeypatch, capsys):
+    times = {"gate_kernel": 2.0, "Memset (Device)": 0.5}
+    monkeypatch.setattr("twell.measure.time_by_kernel", lambda step, batches, repeats: step(0) and times)
+    case = next(quick_cases())
+    bench = Bench(case, Dense(True, compiled=False), "auto", torch.float32, torch.device("cpu"))
+    ceilings = Ceilings(copy=1e15, gather=1e15, product=2e6 * case.n * case.d * case.h)
+    result = profile_case(bench, "relu_l1 eager", ceilings)
+    assert result["kernels_ms"] == {"dense": 2.5, "sparse": 2.5}
+    assert result["stages"]["gate"] == {"ms": 2.0, "kernels": {"gate_kernel": 2.0}, "floor_ms": pytest.approx(1e-3)}
+    print_ceilings(case, ceilings)
+    print_stages(result | {"case": case.name})
+    printed = capsys.readouterr().out
+    assert "n 256  d 48  h 160: copy 1000.00 TB/s" in printed
+    assert "2.500 / 2.500:  gate 2.000/0.001  other 0.500" in printed
 
 
 def test_work_is_counted():
