@@ -13,8 +13,8 @@ DL1 = 0.2  # gradient of the L1 sum
 FLOOR = {
     torch.float64: 1e-14,
     torch.float32: 2e-6,
-    torch.float16: 2e-3,
-    torch.bfloat16: 1e-2,
+    torch.float16: 7e-4,
+    torch.bfloat16: 5e-3,
 }  # errors not worth telling
 ON, OFF = 40.0, -40.0  # biases far outside what the rest of a pre-activation reaches
 
