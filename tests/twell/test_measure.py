@@ -47,7 +47,7 @@ def test_without_a_gpu_there_is_no_memory_and_no_ceiling():
 
 
 def test_memory_held_and_at_once(monkeypatch):
-    """With a make-believe allocator: the forward takes 50, keeps 30 of it, 8 of these in its result; the backward 70."""
+    """A make-believe allocator: the forward takes 50 and keeps 30, 8 of these in its result; the backward takes 70."""
     memory = {"now": 100, "peak": 100}
     monkeypatch.setattr("torch.cuda.synchronize", lambda _: None)
     monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda _: memory.update(peak=memory["now"]))
