@@ -42,8 +42,7 @@ def _mask(counted: Tensor | None) -> Tensor | None:
     return None if counted is None else counted.view(torch.int8)
 
 
-@torch.library.custom_op("twell::ffn_forward", mutates_args=())
-def ffn_forward(
+def forward_pass(
     x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, counted: Tensor | None, handle: Tensor | None,
     force: bool, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -63,7 +62,8 @@ def ffn_forward(
     if not force and not decision.runs_sparse(shape, save, x.device, x.dtype):
         return *_dense_forward(x, w_gate, w_up, w_down, counted, seen, save), torch.tensor([DENSE, 0, 0, 0])
     room = None if decision.room is None else decision.room_for(n, h, save)
-    out = sparse.forward(x, w_gate, w_up, w_down, counted, decision.order(save), room, seen, save)
+    sample = None if state is None or not save else state.new_sample(n)
+    out = sparse.forward(x, w_gate, w_up, w_down, counted, decision.order(save), room, seen, save, sample)
     memory = out.memory if save else out.memory.new_empty(0)
     layout = torch.tensor([SPARSE, decision.version, out.shape.entries, out.shape.segments])
     return out.y, out.l1, out.rows.count, out.fired, memory, layout
@@ -82,8 +82,11 @@ def _dense_forward(x, w_gate, w_up, w_down, counted, seen, save):
         torch.mm(x, w_up.T, out=u)
     count, fired, l1_parts = dense.activate(z, u, a, counted)
     y = a @ w_down
-    l1 = summarize(l1_parts, count, fired, counted, seen, None)
+    l1, fired = summarize(l1_parts, count, fired, counted, seen, None)
     return y, l1, count, fired, memory if save else memory.new_empty(0)
+
+
+ffn_forward = torch.library.custom_op("twell::ffn_forward", forward_pass, mutates_args=())
 
 
 @ffn_forward.register_fake
@@ -97,8 +100,7 @@ def _(x, w_gate, w_up, w_down, counted, handle, force, save):
     )  # fmt: skip
 
 
-@torch.library.custom_op("twell::ffn_backward", mutates_args=())
-def ffn_backward(
+def backward_pass(
     dy: Tensor, dl1: Tensor, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, counted: Tensor | None,
     handle: Tensor | None, count: Tensor, memory: Tensor, layout: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -114,7 +116,7 @@ def ffn_backward(
         decision = _decision(state, version, h, x.device)
         order = decision.order(True)
         n, tiles = x.shape[0], sparse.cold_tiles(h, order)
-        rows = RowsShape(n, tiles, entries, segments, gated).carve(memory, x.dtype, count)
+        rows = RowsShape(n, h, tiles, entries, segments, gated).carve(memory, x.dtype, count)
         blocks = min(entries, n * tiles) if decision.room is None else decision.room_for(n, h, True).blocks
         seen = None if state is None else state.seen
         dx, dw_gate, dw_up, dw_down = sparse.backward(
@@ -137,6 +139,9 @@ def _dense_backward(dy, dl1, x, w_gate, w_up, w_down, counted, memory):
     return dx, da.T @ x, du.T @ x, a.T @ dy
 
 
+ffn_backward = torch.library.custom_op("twell::ffn_backward", backward_pass, mutates_args=())
+
+
 @ffn_backward.register_fake
 def _(dy, dl1, x, w_gate, w_up, w_down, counted, handle, count, memory, layout):
     dw_gate = w_up.new_empty(0) if w_gate is None else torch.empty_like(w_gate)
@@ -147,13 +152,40 @@ def _setup_context(ctx, inputs, output):
     x, w_gate, w_up, w_down, counted, handle, _, _ = inputs
     _, _, count, fired, memory, layout = output
     ctx.mark_non_differentiable(count, fired, memory, layout)
+    ctx.set_materialize_grads(False)  # else backward would begin with a zero gradient as large as `memory`
     ctx.save_for_backward(x, w_gate, w_up, w_down, counted, handle, count, memory, layout)
 
 
-def _backward(ctx, dy, dl1, *_):
+def _gradients(ctx, dy: Tensor | None, dl1: Tensor | None, backward) -> tuple[Tensor | None, ...]:
     x, w_gate, w_up, w_down, counted, handle, count, memory, layout = ctx.saved_tensors
-    dx, dw_gate, dw_up, dw_down = ffn_backward(dy, dl1, x, w_gate, w_up, w_down, counted, handle, count, memory, layout)
+    dy = torch.zeros_like(x) if dy is None else dy
+    dl1 = x.new_zeros((), dtype=torch.float32) if dl1 is None else dl1
+    dx, dw_gate, dw_up, dw_down = backward(dy, dl1, x, w_gate, w_up, w_down, counted, handle, count, memory, layout)
     return dx, None if w_gate is None else dw_gate, dw_up, dw_down, None, None, None, None
 
 
-ffn_forward.register_autograd(_backward, setup_context=_setup_context)
+ffn_forward.register_autograd(
+    lambda ctx, dy, dl1, *_: _gradients(ctx, dy, dl1, ffn_backward), setup_context=_setup_context
+)
+
+
+class _Eager(torch.autograd.Function):
+    """The same without the dispatcher, which costs the host more than a launch each time."""
+
+    @staticmethod
+    def forward(*inputs):
+        return forward_pass(*inputs)
+
+    setup_context = staticmethod(_setup_context)
+
+    @staticmethod
+    def backward(ctx, dy, dl1, *_):
+        return _gradients(ctx, dy, dl1, backward_pass)
+
+
+def apply(*inputs) -> tuple[Tensor, ...]:
+    """`ffn_forward(*inputs)`, by the shortest way there is."""
+    if torch.compiler.is_compiling():
+        return ffn_forward(*inputs)
+    save = inputs[-1]
+    return _Eager.apply(*inputs) if save else forward_pass(*inputs)

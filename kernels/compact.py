@@ -15,7 +15,7 @@ The same pass, which is the only one that sees every non-zero, also
 Nothing is ever dropped silently: a row that does not fit is left empty, and `needed` says what would have fitted.
 """
 
-import math
+import functools
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 
 from kernels.aot import AotCase
-from kernels.launch import TILE, popcount
+from kernels.launch import popcount
+from kernels.order import TILE
 
 SPLIT = 64  # cold entries per segment of a long row
 
@@ -32,6 +33,7 @@ class PackedRows(NamedTuple):
     """The non-zeros of one [n, h] activation, and what the later stages need to know about them."""
 
     needed: torch.Tensor  # int64 [2], entries and segments that a complete packing takes: compare with E and S
+    fired: torch.Tensor  # int32 [h], counted tokens on which each neuron fired
     occupied: torch.Tensor  # int8 [cold tiles, n], 1 where a token fired a neuron of the tile
     column: torch.Tensor  # int32 [E]
     value: torch.Tensor  # [E]
@@ -43,10 +45,6 @@ class PackedRows(NamedTuple):
     count: torch.Tensor  # int32 [n], entries of the row
 
     @property
-    def entries(self) -> int:
-        return self.column.shape[0]
-
-    @property
     def segments(self) -> int:
         return self.segment_row.shape[0]
 
@@ -55,38 +53,80 @@ class RowsShape(NamedTuple):
     """What decides the size of `PackedRows`."""
 
     n: int
+    h: int
     tiles: int  # cold tiles
     entries: int  # capacity E
     segments: int  # capacity S
     save_up: bool
 
-    def _fields_of(self, dtype: torch.dtype) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-        n, i32 = self.n, torch.int32
-        return [
-            (torch.int64, (2,)), (torch.int8, (self.tiles, n)), (i32, (self.entries,)), (dtype, (self.entries,)),
-            (dtype, (self.entries if self.save_up else 0,)), (i32, (n,)), (i32, (n,)), (i32, (n,)),
-            (i32, (self.segments,)),
-        ]  # fmt: skip
-
     def bytes(self, dtype: torch.dtype) -> int:
-        return sum(_aligned(math.prod(shape) * type.itemsize) for type, shape in self._fields_of(dtype))
+        return sum(_layout(self, dtype)[0])
+
+    def cleared_bytes(self) -> int:
+        """How much of the memory, from its start, must be zero before compaction: needed, fired and occupied."""
+        return 16 + _aligned(4 * self.h) + self.tiles * self.n
 
     def carve(self, memory: torch.Tensor, dtype: torch.dtype, count: torch.Tensor) -> PackedRows:
         """PackedRows as views of uint8 `memory` of `bytes(dtype)`: one buffer, which is all that backward keeps."""
-        fields, at = [], 0
-        for type, shape in self._fields_of(dtype):
-            size = math.prod(shape) * type.itemsize
-            fields.append(memory[at : at + size].view(type).view(shape))
-            at += _aligned(size)
-        return PackedRows(*fields, count)
+        sizes, types = _layout(self, dtype)
+        pieces = memory.split_with_sizes(sizes)[::2]  # every other piece is padding
+        needed, fired, occupied, *rest = (piece.view(type) for piece, type in zip(pieces, types))
+        return PackedRows(needed, fired, occupied.view(self.tiles, self.n), *rest, count)
 
-    def cleared_bytes(self) -> int:
-        """How much of the memory, from its start, must be zero before compaction: `needed` and `occupied`."""
-        return 16 + self.tiles * self.n
+
+@functools.lru_cache(maxsize=256)
+def _layout(shape: RowsShape, dtype: torch.dtype) -> tuple[list[int], list[torch.dtype]]:
+    """(bytes of each field and of the padding after it, type of each field)."""
+    i32, n = torch.int32, shape.n
+    fields = [
+        (torch.int64, 2), (i32, shape.h), (torch.int8, shape.tiles * n), (i32, shape.entries), (dtype, shape.entries),
+        (dtype, shape.entries if shape.save_up else 0), (i32, n), (i32, n), (i32, n), (i32, shape.segments),
+    ]  # fmt: skip
+    sizes = []
+    for type, count in fields:
+        size = count * type.itemsize
+        sizes += [size, _aligned(size) - size]
+    return sizes, [type for type, _ in fields]
 
 
 def _aligned(size: int) -> int:
     return -(-size // 16) * 16
+
+
+@triton.jit
+def reserve_row(
+    start, count, hot, segment_row, segment_first, needed, t, total, total_hot, entries, segments,
+    SPLIT_AT: tl.constexpr,
+):  # fmt: skip
+    """Give the row of token t its place, and segments if it is long: (first entry, what its entries stay under)."""
+    place = tl.atomic_add(needed, total.to(tl.int64), sem="relaxed")
+    limit = tl.where(place + total <= entries, entries, 0)  # a row that does not fit writes nothing
+    base = place.to(tl.int32)
+    tl.store(start + t, base)
+    tl.store(count + t, tl.where(limit > 0, total, 0))
+    tl.store(hot + t, tl.where(limit > 0, total_hot, 0))
+    if total - total_hot > SPLIT_AT:
+        parts = (total - total_hot + SPLIT_AT - 1) // SPLIT_AT
+        first = tl.atomic_add(needed + 1, parts.to(tl.int64), sem="relaxed").to(tl.int32)
+        tl.store(segment_first + t, first)
+        for part in range(0, parts):
+            tl.store(segment_row + first + part, t, mask=first + part < segments)
+    return base, limit
+
+
+@triton.jit
+def put_entries(
+    column, value, rank_of, occupied, fired, t, col, v, slot, live, limit, step, n, n_hot,
+    LANES: tl.constexpr, TILE_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Store entries (col, v) [LANES] of token t at `slot`, mark their tiles, count their neurons."""
+    fits = live & (slot < limit)
+    tl.store(column + slot, col, mask=fits)
+    tl.store(value + slot, v, mask=fits)
+    rank = tl.load(rank_of + col, mask=live, other=0)
+    pair = ((rank - n_hot) // TILE_SIZE).to(tl.int64) * n + t
+    tl.store(occupied + pair, tl.full((LANES,), 1, tl.int8), mask=live & (rank >= n_hot))
+    tl.atomic_add(fired + col, step, mask=live, sem="relaxed")
 
 
 @triton.jit
@@ -126,25 +166,14 @@ def compact_kernel(
     row = tl.load(words + i, mask=i < W, other=0)
     total_hot = tl.sum(popcount(row & tl.load(hot_words + i, mask=i < W, other=0)), 0)
     total = tl.sum(popcount(row), 0)
-    total_cold = total - total_hot
     # At 99 % sparsity most words are empty: list the others, and look only at those.
     listed = (row != 0).to(tl.int32)
     tl.store(occupied_words + tl.cumsum(listed, 0) - listed, i.to(tl.int16), mask=listed != 0)
     n_listed = tl.sum(listed, 0)
 
-    place = tl.atomic_add(needed, total.to(tl.int64), sem="relaxed")
-    limit = tl.where(place + total <= entries, entries, 0)  # a row that does not fit writes nothing
-    base = place.to(tl.int32)
-    tl.store(start + t, base)
-    tl.store(count + t, tl.where(limit > 0, total, 0))
-    tl.store(hot + t, tl.where(limit > 0, total_hot, 0))
-    if total_cold > SPLIT_AT:
-        parts = (total_cold + SPLIT_AT - 1) // SPLIT_AT
-        first = tl.atomic_add(needed + 1, parts.to(tl.int64), sem="relaxed").to(tl.int32)
-        tl.store(segment_first + t, first)
-        for part in range(0, parts):
-            tl.store(segment_row + first + part, t, mask=first + part < segments)
-
+    base, limit = reserve_row(
+        start, count, hot, segment_row, segment_first, needed, t, total, total_hot, entries, segments, SPLIT_AT
+    )
     step = tl.full((), 1, tl.int32)  # what an entry adds to the firing count of its neuron
     if COUNTED:
         step = tl.load(counted + t).to(tl.int32)
@@ -168,16 +197,20 @@ def compact_kernel(
             col = at * 32 + popcount(lowest - 1)
             is_hot = (hot_word & lowest) != 0
             slot = tl.where(is_hot, hot_slot, cold_slot)
-            fits = live & (slot < limit)
-            tl.store(column + slot, col, mask=fits)
-            tl.store(value + slot, tl.load(scratch + t.to(tl.int64) * H + col, mask=live, other=0.0), mask=fits)
-            rank = tl.load(rank_of + col, mask=live, other=0)
-            pair = ((rank - n_hot) // TILE_SIZE).to(tl.int64) * n + t
-            tl.store(occupied + pair, tl.full((LANES,), 1, tl.int8), mask=live & (rank >= n_hot))
-            tl.atomic_add(fired + col, step, mask=live, sem="relaxed")
+            v = tl.load(scratch + t.to(tl.int64) * H + col, mask=live, other=0.0)
+            put_entries(
+                column, value, rank_of, occupied, fired, t, col, v, slot, live, limit, step, n, n_hot, LANES, TILE_SIZE
+            )
             hot_slot += is_hot.to(tl.int32)
             cold_slot += 1 - is_hot.to(tl.int32)
             word = word & (word - 1)
+
+
+def new_rows(shape: RowsShape, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, PackedRows]:
+    """(memory, rows in it), ready for a compaction kernel to fill."""
+    memory = torch.empty(shape.bytes(dtype), dtype=torch.uint8, device=device)
+    memory[: shape.cleared_bytes()].zero_()
+    return memory, shape.carve(memory, dtype, torch.empty(shape.n, dtype=torch.int32, device=device))
 
 
 def compact(
@@ -188,27 +221,25 @@ def compact(
     n_hot: int,
     shape: RowsShape,
     counted: torch.Tensor | None,
-) -> tuple[torch.Tensor, PackedRows, torch.Tensor]:
-    """Pack every row of (words, scratch): (the memory of the rows, the rows, fired int32 [h]).
+) -> tuple[torch.Tensor, PackedRows]:
+    """Pack every row of (words, scratch): (the memory of the rows, the rows).
 
     counted is an int8 [n] mask, or None if every token counts.
     """
     n, h = scratch.shape
     w = words.shape[1]
     device = words.device
-    memory = torch.empty(shape.bytes(scratch.dtype), dtype=torch.uint8, device=device)
-    memory[: shape.cleared_bytes()].zero_()
-    rows = shape.carve(memory, scratch.dtype, torch.empty(n, dtype=torch.int32, device=device))
-    fired = torch.zeros(h, dtype=torch.int32, device=device)
+    memory, rows = new_rows(shape, scratch.dtype, device)
     occupied_words = torch.empty(n, w, dtype=torch.int16, device=device)
     if n > 0:
         compact_kernel[(n,)](
             words, scratch, occupied_words, hot_words, rank_of, words if counted is None else counted, rows.column,
-            rows.value, rows.start, rows.count, rows.hot, rows.segment_row, rows.segment_first, rows.occupied, fired,
-            rows.needed, n, shape.entries, shape.segments, n_hot, H=h, W=w, W_PADDED=triton.next_power_of_2(w),
-            LANES=32, SPLIT_AT=SPLIT, TILE_SIZE=TILE, COUNTED=counted is not None, num_warps=1,
+            rows.value, rows.start, rows.count, rows.hot, rows.segment_row, rows.segment_first, rows.occupied,
+            rows.fired, rows.needed, n, shape.entries, shape.segments, n_hot, H=h, W=w,
+            W_PADDED=triton.next_power_of_2(w), LANES=32, SPLIT_AT=SPLIT, TILE_SIZE=TILE, COUNTED=counted is not None,
+            num_warps=1,
         )  # fmt: skip
-    return memory, rows, fired
+    return memory, rows
 
 
 def aot_cases(arch: int) -> list[AotCase]:

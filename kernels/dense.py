@@ -11,7 +11,7 @@ import triton.language as tl
 from kernels.aot import AotCase
 from kernels.launch import POINTER
 
-_FORWARD = {"BM": 8, "BH": 512, "ROWS": 128, "num_warps": 8}
+_FORWARD = {"BM": 8, "BH": 512, "ROWS": 64, "num_warps": 8}
 _BACKWARD = {"BM": 4, "BH": 1024, "num_warps": 8}
 
 

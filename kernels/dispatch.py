@@ -1,20 +1,21 @@
-"""Dispatch: how long each way of running a layer would take, from its firing rates and what this GPU can do.
+"""Dispatch: how long each way of running a layer would take, from its firing rates and what this machine can do.
 
-The model is bytes over bandwidth and operations over rate, stage by stage; four rates are measured once per GPU. It
+The model is bytes over bandwidth and operations over rate, stage by stage, and never less than the host needs to launch
+it all: the latter decides for small layers. The rates are measured once per process. It
 decides two things per layer: how many of its neurons are hot (see hot.py), and whether the whole pass runs dense. A
 decision is only changed when the prediction says that this saves more than `HYSTERESIS`.
 """
 
 import functools
+import time
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.launch import TILE
+from kernels.order import TILE
 
 HYSTERESIS = 0.03
-LOCALITY = 1.35  # tokens name popular neurons more often than the uniform choice that the gather rate is timed with
 
 
 class Rates(NamedTuple):
@@ -22,10 +23,13 @@ class Rates(NamedTuple):
 
     flops: float = 700e12  # dense products, FLOP/s
     gather: float = 9.5e12  # weight rows out of L2 and L1, bytes/s
+    gather_far: float = 6.5e12  # the same when the weights do not fit in L2
+    l2: float = 60e6  # bytes
     tiles: float = 4.6e12  # x and dy rows gathered by the weight gradients, bytes/s
     memory: float = 4.0e12  # device memory, bytes/s
-    entries: float = 3e10  # non-zeros compacted, or moved between packed and dense layouts, per second
-    launch: float = 3e-6  # one more kernel in a sequence of small ones, s
+    entries: float = 2e10  # non-zeros compacted per second; twice as many are moved between packed and dense layouts
+    launch: float = 3e-6  # device time between two small kernels, s
+    host: float = 40e-6  # host time to prepare and launch one kernel, s
 
 
 class Costs(NamedTuple):
@@ -51,8 +55,10 @@ def dense_costs(shape: Shape, rates: Rates) -> Costs:
     product = 2 * n * d * h / rates.flops
     matrix = n * h * size / rates.memory  # one read or write of an [n, h] matrix
     if gated:
-        return Costs(3 * product + 3 * matrix + 4 * rates.launch, 6 * product + 5 * matrix + 7 * rates.launch)
-    return Costs(2 * product + 2 * matrix + 3 * rates.launch, 4 * product + 3 * matrix + 5 * rates.launch)
+        gpu = 3 * product + 3 * matrix + 4 * rates.launch, 6 * product + 5 * matrix + 7 * rates.launch
+    else:
+        gpu = 2 * product + 2 * matrix + 3 * rates.launch, 4 * product + 3 * matrix + 5 * rates.launch
+    return Costs(max(gpu[0], 7 * rates.host), max(gpu[1], 11 * rates.host))
 
 
 def sparse_costs(shape: Shape, rates: Rates, rate: Tensor, n_hot: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,9 +78,9 @@ def sparse_costs(shape: Shape, rates: Rates, rate: Tensor, n_hot: Tensor) -> tup
     product = 2 * n * d * n_hot / rates.flops
     matrix = n * n_hot * size / rates.memory
     stream = n * row / rates.memory  # one read or write of an [n, d] matrix
-    gathered = n * cold_nnz * row / rates.gather
+    gathered = n * cold_nnz * row / (rates.gather if 2 * h * row <= rates.l2 else rates.gather_far)
     entries = n * rate.sum() / rates.entries
-    hot_entries = n * hot_nnz / rates.entries
+    hot_entries = 0.5 * n * hot_nnz / rates.entries
     inner = 2 if gated else 1  # matrices beside w_down
 
     forward = 2 * n * d * h / rates.flops + n * h / 4 / rates.memory + entries + 2 * stream + 5 * rates.launch
@@ -83,7 +89,8 @@ def sparse_costs(shape: Shape, rates: Rates, rate: Tensor, n_hot: Tensor) -> tup
     backward = 2 * stream + 5 * rates.launch + gathered * (1 + inner) + hot_entries
     backward = backward + blocks * 2 * row / rates.tiles + blocks * TILE * (1 + inner) * size / rates.memory
     backward = backward + any_hot * (2 * stream + 9 * rates.launch) + product * 3 * inner + matrix * (4 + 2 * inner)
-    return forward, backward
+    host = (9 + 4 * any_hot) * rates.host, (13 + 6 * any_hot) * rates.host
+    return torch.maximum(forward, host[0]), torch.maximum(backward, host[1])
 
 
 def best_n_hot(shape: Shape, rates: Rates, rate: Tensor, backward: bool) -> tuple[int, Costs]:
@@ -108,10 +115,26 @@ def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     picked = torch.randint(h, (n, 64), device=device, dtype=torch.int32)
     big = torch.empty(1 << 28, dtype=torch.int8, device=device)
     flops = 2 * n * d * h / _seconds(lambda: x @ w.T)
-    gather = LOCALITY * picked.numel() * d * x.element_size() / _seconds(lambda: read_rows(w, picked))
+    gather = picked.numel() * d * x.element_size() / _seconds(lambda: read_rows(w, picked))
     memory = 2 * big.numel() / _seconds(big.clone)
     scale = gather / default.gather
-    return default._replace(flops=flops, gather=gather, tiles=default.tiles * scale, memory=memory)
+    return default._replace(
+        flops=flops,
+        gather=gather,
+        gather_far=default.gather_far * scale,
+        l2=torch.cuda.get_device_properties(device).L2_cache_size,
+        tiles=default.tiles * scale,
+        memory=memory,
+        host=_host_seconds(lambda: read_rows(w, picked[:8])),
+    )
+
+
+def _host_seconds(run) -> float:
+    """Time after which one call has been handed to the device, which has less to do than that."""
+    start = time.perf_counter()
+    for _ in range(100):
+        run()
+    return (time.perf_counter() - start) / 100
 
 
 def _seconds(run) -> float:

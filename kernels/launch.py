@@ -11,8 +11,6 @@ import triton.language as tl
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 INTERPRETED = tl.constexpr(INTERPRET)  # the same, visible inside kernels
 
-TILE = 64  # neurons per tile of the weight gradients
-
 # Triton's name of a pointer to each dtype that the kernels support.
 POINTER = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 

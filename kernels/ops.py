@@ -62,10 +62,10 @@ def sparse_ffn(
     if impl == "torch" or reason is not None or (impl == "auto" and x.device.type != "cuda"):
         return ffn_forward(x, w_gate, w_up, w_down, counted)
 
-    from kernels.autograd import ffn_forward as triton_forward
+    from kernels.autograd import apply
 
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w_gate, w_up, w_down))
-    y, l1, nnz, fired, _, _ = triton_forward(
+    y, l1, nnz, fired, _, _ = apply(
         x.flatten(0, -2).contiguous(),
         None if w_gate is None else w_gate.contiguous(),
         w_up.contiguous(),

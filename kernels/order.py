@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+TILE = 64  # neurons per tile of the weight gradients
+
 
 class Order(NamedTuple):
     """A permutation of the neurons, whose first `n_hot` are the hot ones."""
@@ -47,3 +49,37 @@ def natural(h: int, device: torch.device) -> Order:
 def by_frequency(fired: Tensor) -> Tensor:
     """Neurons by descending firing count, int64 [h]; ties keep their natural order."""
     return fired.argsort(descending=True, stable=True)
+
+
+def by_coactivation(pattern: Tensor, n_hot: int, step: int = 8) -> Tensor:
+    """By frequency, but with the cold neurons grouped in tiles of neurons that fire on the same tokens: int64 [h].
+
+    pattern bool [m, h]: which neurons fired on a sample of tokens. Greedy: a tile starts from the most frequent neuron
+    left and takes, `step` at a time, those of whose tokens the smallest share is new to the tile. Rare neurons thus go
+    where their few tokens are touched already. Neurons that never fired in the sample come last.
+    """
+    count = pattern.sum(0)
+    order = by_frequency(count)
+    cold = order[n_hot:]
+    cold, silent = cold[count[cold] > 0], cold[count[cold] == 0]
+    fires = pattern[:, cold].float()  # [m, k]
+    size = fires.sum(0)
+    taken = torch.zeros(len(cold), dtype=torch.bool, device=pattern.device)
+    tiles = [order[:n_hot]]
+    for first in range(0, len(cold), TILE):
+        room = min(TILE, len(cold) - first)
+        chosen = size.masked_fill(taken, -1).argmax().view(1)
+        while len(chosen) < room:
+            taken[chosen] = True
+            touched = fires[:, chosen].amax(1)  # [m]
+            new = (1 - touched) @ fires / size
+            more = new.masked_fill(taken, torch.inf).topk(min(step, room - len(chosen)), largest=False).indices
+            chosen = torch.cat([chosen, more])
+        taken[chosen] = True
+        tiles.append(cold[chosen])
+    return torch.cat([*tiles, silent])
+
+
+def unpack_words(words: Tensor, h: int) -> Tensor:
+    """bool [m, h] from the gate stage's occupancy words int32 [m, ceil(h / 32)]."""
+    return (words.unsqueeze(-1) >> torch.arange(32, device=words.device) & 1).flatten(1)[:, :h].bool()

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 
 from kernels.aot import AotCase
-from kernels.summary import PER, Seen, note_room
+from kernels.room import PER
+from kernels.summary import Seen, note_room
 
 BLOCK = 1024  # tokens per program
 

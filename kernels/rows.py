@@ -18,7 +18,8 @@ import triton.language as tl
 
 from kernels.aot import AotCase
 from kernels.compact import SPLIT, PackedRows
-from kernels.launch import TILE, capability
+from kernels.launch import capability
+from kernels.order import TILE
 from kernels.plan import NeuronTiles
 
 
@@ -68,8 +69,8 @@ def _write(acc, out, partial, t, changes, is_segment, writes, D: tl.constexpr, D
 
 @triton.jit
 def rows_forward_kernel(
-    x, w_up, w_down, column, value, up, start, count, hot, segment_row, segment_first, needed, counted, y, partial, l1,
-    segments,
+    x, w_up, w_down, column, value, up, start, count, hot, segment_row, segment_first, needed, counted, y, partial,
+    partial_l1, l1, segments,
     D: tl.constexpr, DP: tl.constexpr, J: tl.constexpr, STAGES: tl.constexpr, SPLIT_AT: tl.constexpr,
     GATED: tl.constexpr, SAVE: tl.constexpr, ADD: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
@@ -100,7 +101,11 @@ def rows_forward_kernel(
         acc += tl.sum(a[:, None] * wd.to(tl.float32), 0)
     if COUNTED:
         total = tl.where(tl.load(counted + t) != 0, total, 0.0)
-    tl.store(l1 + tl.program_id(0), total)
+    # Segments lie in places that may differ from run to run: rows_reduce_kernel adds those of a row in its own order.
+    if is_segment:
+        tl.store(partial_l1 + tl.program_id(0), total)
+    else:
+        tl.store(l1 + t, total, mask=writes)
     acc += _poison(x, t, empty, D, DP)
     _write(acc, y, partial, t, (length > 0) | empty, is_segment, writes, D, DP, ADD)
 
@@ -162,28 +167,43 @@ def rows_backward_kernel(
 
 @triton.jit
 def rows_reduce_kernel(
-    partial, out, count, hot, segment_row, segment_first, needed, segments,
-    D: tl.constexpr, BD: tl.constexpr, P: tl.constexpr, SPLIT_AT: tl.constexpr, ADD: tl.constexpr,
+    partial, partial_l1, out, l1, count, hot, segment_row, segment_first, needed, segments,
+    D: tl.constexpr, BD: tl.constexpr, P: tl.constexpr, SPLIT_AT: tl.constexpr, ADD: tl.constexpr, L1: tl.constexpr,
 ):  # fmt: skip
-    """out[t] (+)= the sum of the partial rows of token t, for the token whose first segment this program is."""
-    s = tl.program_id(0)
+    """out[t] (+)= the sum of the partial rows of token t, l1[t] = that of its partial sums, for every long row.
+
+    A program does so for each of its segments that is the first of its row.
+    """
     in_use = tl.minimum(tl.load(needed + 1), segments).to(tl.int32)
-    t = tl.load(segment_row + s, mask=s < in_use, other=0)
-    first = tl.load(segment_first + t, mask=s < in_use, other=-1)
-    if first == s:
-        parts = (tl.load(count + t) - tl.load(hot + t) + SPLIT_AT - 1) // SPLIT_AT
-        parts = tl.minimum(parts, segments - s)
-        d = tl.program_id(1) * BD + tl.arange(0, BD)
-        at = out + t.to(tl.int64) * D + d
-        acc = tl.zeros((BD,), tl.float32)
-        if ADD:
-            acc += tl.load(at, mask=d < D, other=0.0).to(tl.float32)
-        for k in range(0, parts, P):
-            i = k + tl.arange(0, P)
-            mask = (i < parts)[:, None] & (d < D)[None, :]
-            rows = partial + (s + i[:, None]).to(tl.int64) * D + d[None, :]
-            acc += tl.sum(tl.load(rows, mask=mask, other=0.0), 0)
-        tl.store(at, acc.to(out.dtype.element_ty), mask=d < D)
+    for s in range(tl.program_id(0), in_use, tl.num_programs(0)):
+        t = tl.load(segment_row + s)
+        if tl.load(segment_first + t) == s:
+            _reduce_row(partial, partial_l1, out, l1, count, hot, t, s, segments, D, BD, P, SPLIT_AT, ADD, L1)
+
+
+@triton.jit
+def _reduce_row(
+    partial, partial_l1, out, l1, count, hot, t, s, segments,
+    D: tl.constexpr, BD: tl.constexpr, P: tl.constexpr, SPLIT_AT: tl.constexpr, ADD: tl.constexpr, L1: tl.constexpr,
+):  # fmt: skip
+    parts = (tl.load(count + t) - tl.load(hot + t) + SPLIT_AT - 1) // SPLIT_AT
+    parts = tl.minimum(parts, segments - s)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    at = out + t.to(tl.int64) * D + d
+    acc = tl.zeros((BD,), tl.float32)
+    total = tl.zeros((), tl.float32)
+    if ADD:
+        acc += tl.load(at, mask=d < D, other=0.0).to(tl.float32)
+    for k in range(0, parts, P):
+        i = k + tl.arange(0, P)
+        mask = (i < parts)[:, None] & (d < D)[None, :]
+        rows = partial + (s + i[:, None]).to(tl.int64) * D + d[None, :]
+        acc += tl.sum(tl.load(rows, mask=mask, other=0.0), 0)
+        if L1:
+            total += tl.sum(tl.load(partial_l1 + s + i, mask=i < parts, other=0.0), 0)
+    tl.store(at, acc.to(out.dtype.element_ty), mask=d < D)
+    if L1:
+        tl.store(l1 + t, total, mask=tl.program_id(1) == 0)
 
 
 def _config(arch: int, d: int, backward: bool) -> tuple[int, int, int]:
@@ -198,13 +218,20 @@ def _config(arch: int, d: int, backward: bool) -> tuple[int, int, int]:
     return 8, 1, 1 if backward else 3
 
 
-def _reduce(partial: torch.Tensor, out: torch.Tensor, rows: PackedRows, add: bool) -> None:
+REDUCERS = 512  # programs of the reduction for each piece of a row
+
+
+def _reduce(
+    partial: torch.Tensor, out: torch.Tensor, rows: PackedRows, add: bool, partial_l1: torch.Tensor | None = None,
+    l1: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     segments, d = partial.shape
     if segments:
         bd = min(512, triton.next_power_of_2(d))
-        rows_reduce_kernel[(segments, triton.cdiv(d, bd))](
-            partial, out, rows.count, rows.hot, rows.segment_row, rows.segment_first, rows.needed, segments,
-            D=d, BD=bd, P=8, SPLIT_AT=SPLIT, ADD=add, num_warps=4,
+        rows_reduce_kernel[(min(segments, REDUCERS), triton.cdiv(d, bd))](
+            partial, partial if l1 is None else partial_l1, out, partial if l1 is None else l1, rows.count, rows.hot,
+            rows.segment_row, rows.segment_first, rows.needed, segments, D=d, BD=bd, P=8, SPLIT_AT=SPLIT, ADD=add,
+            L1=l1 is not None, num_warps=4,
         )  # fmt: skip
 
 
@@ -220,22 +247,23 @@ def forward(
 ) -> None:
     """Compute the cold entries into y [n, d], adding to it if `add`, and fill rows.up if it has room.
 
-    w_up is None for the non-gated FFN, whose activations are the packed values themselves. l1, fp32 [segments + n],
-    receives the sum of |a| of each program (0 for tokens that are not counted).
+    w_up is None for the non-gated FFN, whose activations are the packed values themselves. l1, fp32 [n],
+    receives the sum of |a| over the cold entries of each token (0 if it is not counted).
     """
     n, d = x.shape
-    partial = torch.empty(rows.segments, d, dtype=torch.float32, device=x.device)
     if n == 0:
         return
+    sums = torch.empty(rows.segments * (d + 1), dtype=torch.float32, device=x.device)
+    partial, partial_l1 = sums[: rows.segments * d].view(-1, d), sums[rows.segments * d :]
     warps, j, stages = _config(capability(x.device), d, backward=False)
     gated = w_up is not None
     rows_forward_kernel[(rows.segments + n,)](
         x, w_up if gated else w_down, w_down, rows.column, rows.value, rows.up, rows.start, rows.count, rows.hot,
-        rows.segment_row, rows.segment_first, rows.needed, rows.count if counted is None else counted, y, partial, l1,
-        rows.segments, D=d, DP=triton.next_power_of_2(d), J=j, STAGES=stages, SPLIT_AT=SPLIT, GATED=gated,
-        SAVE=rows.up.shape[0] > 0, ADD=add, COUNTED=counted is not None, num_warps=warps,
+        rows.segment_row, rows.segment_first, rows.needed, rows.count if counted is None else counted, y, partial,
+        partial_l1, l1, rows.segments, D=d, DP=triton.next_power_of_2(d), J=j, STAGES=stages, SPLIT_AT=SPLIT,
+        GATED=gated, SAVE=rows.up.shape[0] > 0, ADD=add, COUNTED=counted is not None, num_warps=warps,
     )  # fmt: skip
-    _reduce(partial, y, rows, add)
+    _reduce(partial, y, rows, add, partial_l1, l1)
 
 
 def backward(
@@ -276,7 +304,7 @@ def backward(
 def aot_cases(arch: int) -> list[AotCase]:
     indices = ("column", "start", "count", "hot", "segment_row", "segment_first", "rank_of", "slot")
     signature = dict.fromkeys(indices, "*i32") | dict.fromkeys(("segments", "n", "n_hot", "blocks"), "i32")
-    signature |= dict.fromkeys(("partial", "l1", "dl1"), "*fp32") | {"needed": "*i64", "counted": "*i8"}
+    signature |= dict.fromkeys(("partial", "partial_l1", "l1", "dl1"), "*fp32") | {"needed": "*i64", "counted": "*i8"}
     cases = []
     for d, dtype, gated in ((2048, "*bf16", True), (4096, "*bf16", True), (768, "*bf16", False), (1024, "*fp32", True)):
         shared = {"D": d, "SPLIT_AT": SPLIT, "ADD": True}
@@ -287,7 +315,7 @@ def aot_cases(arch: int) -> list[AotCase]:
             (rows_reduce_kernel, None),
         ):
             if backward is None:
-                values, warps = shared | {"BD": 512, "P": 8}, 4
+                values, warps = shared | {"BD": 512, "P": 8, "L1": True}, 4
             else:
                 warps, j, stages = _config(arch, d, backward)
                 extra = {"TILE_SIZE": TILE} if backward else {"SAVE": True}

@@ -14,17 +14,9 @@ from torch import Tensor
 
 from kernels import compact, gate, hot, plan, rows, weight_grad
 from kernels.compact import PackedRows, RowsShape
-from kernels.launch import TILE
-from kernels.order import Order
+from kernels.order import TILE, Order
+from kernels.room import Room
 from kernels.summary import Seen, summarize
-
-
-class Room(NamedTuple):
-    """Capacities of one call."""
-
-    entries: int  # non-zeros
-    segments: int  # pieces of long rows
-    blocks: int  # (tile, token) pairs
 
 
 class SparseForward(NamedTuple):
@@ -50,19 +42,23 @@ def forward(
     room: Room | None,
     seen: Seen | None,
     save: bool,
+    sample: Tensor | None = None,
 ) -> SparseForward:
-    """`room` None: the buffers are sized by reading the number of non-zeros back, which waits for the device."""
-    n, _d = x.shape
+    """`room` None: the buffers are sized by reading the number of non-zeros back, which waits for the device.
+
+    `sample`, int32 [up to n, ceil(h / 32)], receives the occupancy words of the first tokens.
+    """
+    n, h = x.shape[0], w_up.shape[0]
     gated = w_gate is not None
     words, scratch = gate.gate(x, w_gate if gated else w_up)
+    if sample is not None:
+        sample.copy_(words[: len(sample)])
     measured = room is None
     if measured:
         room = Room(entries=64 * n, segments=n, blocks=0)
     while True:
-        shape = RowsShape(n, cold_tiles(w_up.shape[0], order), room.entries, room.segments, gated and save)
-        memory, packed, fired = compact.compact(
-            words, scratch, order.hot_words, order.rank_of, order.n_hot, shape, counted
-        )
+        shape = RowsShape(n, h, cold_tiles(h, order), room.entries, room.segments, gated and save)
+        memory, packed = compact.compact(words, scratch, order.hot_words, order.rank_of, order.n_hot, shape, counted)
         if not measured:
             break
         entries, segments = packed.needed.tolist()
@@ -72,7 +68,7 @@ def forward(
     del words, scratch
 
     n_hot = order.n_hot
-    l1_parts = torch.empty((n if n_hot else 0) + room.segments + n, dtype=torch.float32, device=x.device)
+    l1_parts = torch.empty(2 * n if n_hot else n, dtype=torch.float32, device=x.device)
     if n_hot:
         weights = hot.gather_rows([w_up, w_down] if gated else [w_down], order.order, n_hot)
         u_hot = x @ weights[:n_hot].T if gated else None
@@ -81,8 +77,10 @@ def forward(
         del u_hot, a_hot, weights
     else:
         y = torch.empty_like(x)
-    rows.forward(x, w_up if gated else None, w_down, packed, y, n_hot > 0, counted, l1_parts[n if n_hot else 0 :])
-    l1 = summarize(l1_parts, packed.count, fired, counted, seen, packed.needed, room.entries, room.segments)
+    rows.forward(x, w_up if gated else None, w_down, packed, y, n_hot > 0, counted, l1_parts[-n:] if n else l1_parts)
+    l1, fired = summarize(
+        l1_parts, packed.count, packed.fired, counted, seen, packed.needed, room.entries, room.segments
+    )
     return SparseForward(y, l1, fired, packed, memory, shape)
 
 

@@ -25,12 +25,12 @@ from torch.nn.functional import pad
 from kernels import dispatch
 from kernels.compact import SPLIT
 from kernels.dispatch import Costs, Shape
-from kernels.launch import TILE
-from kernels.order import Order, by_frequency, make_order, natural
-from kernels.sparse import Room, cold_tiles
-from kernels.summary import PER, Seen
+from kernels.order import TILE, Order, by_coactivation, by_frequency, make_order, natural, unpack_words
+from kernels.room import PER, Needs, Room, RoomMemory, room_for
+from kernels.sparse import cold_tiles
+from kernels.summary import Seen
 
-HEADROOM = 1.25  # room given over room seen
+SAMPLE = 4096  # tokens from which co-activation is learnt, once for each order
 MEMORY = 0.5  # weight of the firing counts of earlier updates
 
 
@@ -45,17 +45,20 @@ class Decision:
     train: Order
     infer: Order
     rate: Tensor | None = None  # fp64 [h] on the host, share of tokens on which each neuron fires, in this order
-    room: tuple[int, int, int, int] | None = None  # per PER tokens, as in `Seen`; None: never measured
+    room: Needs | None = None  # per PER tokens; None: never measured
+    grouped: bool = False  # cold neurons by co-activation rather than by frequency
     routes: dict[tuple, bool] = field(default_factory=dict)  # answers already given by `runs_sparse`
+    rooms: dict[tuple, Room] = field(default_factory=dict)  # and by `room_for`
 
     def order(self, backward: bool) -> Order:
         return self.train if backward else self.infer
 
     def costs(self, shape: Shape, backward: bool, device: torch.device, dtype: torch.dtype) -> tuple[Costs, Costs]:
-        """Predicted costs (sparse, dense)."""
+        """Predicted costs (sparse, dense); the model takes the cold neurons as ordered by frequency."""
         rates = dispatch.measured_rates(device, dtype)
-        n_hot = torch.tensor([self.order(backward).n_hot])
-        sparse = dispatch.sparse_costs(shape, rates, self.rate, n_hot)
+        n_hot = self.order(backward).n_hot
+        rate = torch.cat([self.rate[:n_hot], self.rate[n_hot:].sort(descending=True).values])
+        sparse = dispatch.sparse_costs(shape, rates, rate, torch.tensor([n_hot]))
         return Costs(*(cost.item() for cost in sparse)), dispatch.dense_costs(shape, rates)
 
     def runs_sparse(self, shape: Shape, backward: bool, device: torch.device, dtype: torch.dtype) -> bool:
@@ -69,21 +72,13 @@ class Decision:
         return self.routes[key]
 
     def room_for(self, n: int, h: int, backward: bool) -> Room:
-        """Capacities for n tokens. Twice as much for passes without backward, whose callers rarely repeat them."""
-        entries, segments, blocks, all_segments = (-(-per * n // PER) for per in self.room)
-        if not backward:
-            entries, segments = 2 * entries, all_segments
-        tiles = cold_tiles(h, self.order(backward))
-        return Room(
-            min(_rounded(entries + 192, 64), n * h),
-            min(_rounded(segments, 16), n * tiles),
-            min(_rounded(blocks, 64), n * tiles),
-        )
-
-
-def _rounded(room: int, to: int) -> int:
-    """To a multiple: Triton compiles a kernel anew for sizes that are not divisible by 16."""
-    return -(-room // to) * to
+        """Capacities of a pass over n tokens."""
+        room = self.rooms.get((n, backward))
+        if room is None:
+            tiles = cold_tiles(h, self.order(backward))
+            room = room_for(self.room, n, h, tiles, backward, self.infer.n_hot == self.train.n_hot)
+            self.rooms[n, backward] = room
+        return room
 
 
 class FFNState:
@@ -102,6 +97,10 @@ class FFNState:
         self.dtype: torch.dtype | None = None
         self.fired = torch.zeros(h, dtype=torch.float64)  # firing counts, older updates weighing less
         self.tokens = 0.0
+        self.room = RoomMemory()
+        self.sample: Tensor | None = (
+            None  # int32 [SAMPLE, words], which neurons fired on some tokens since the last update
+        )
         order = natural(h, device)
         self.decision = Decision(0, order, order)
         self.decisions = {0: self.decision}  # the latest few: a backward pass uses that of its forward
@@ -120,9 +119,16 @@ class FFNState:
         for version in sorted(self.decisions)[:-4]:
             del self.decisions[version]
 
+    def new_sample(self, n: int) -> Tensor | None:
+        """Where a pass over n tokens is to leave its occupancy words, if they are wanted and not there yet."""
+        if self.decision.grouped or self.sample is not None:
+            return None
+        self.sample = torch.empty(min(n, SAMPLE), -(-self.h // 32), dtype=torch.int32, device=self.seen.numbers.device)
+        return self.sample
+
     def learn(self, numbers: Sequence[int], fired: Tensor) -> None:
         """Decide anew from the host copy of `seen`; `fired` int32 [h]."""
-        calls, tokens, *room_seen, _ = numbers
+        calls, tokens, *needs, overflow = numbers
         if calls == 0 or tokens == 0 or self.shape is None:
             return
         self.fired = MEMORY * self.fired + fired
@@ -130,30 +136,37 @@ class FFNState:
         rate = self.fired / self.tokens
         rates = dispatch.measured_rates(self.seen.numbers.device, self.dtype)
 
-        old = self.decision
+        old, sample, device = self.decision, self.sample, self.seen.numbers.device
+        self.sample = None
         permutation = by_frequency(rate)
         n_hot, costs = dispatch.best_n_hot(self.shape, rates, rate[permutation], backward=True)
-        if old.rate is not None:
-            kept = replace(old, rate=rate[old.train.order.cpu().long()], routes={})
-            kept_costs, _ = kept.costs(self.shape, True, self.seen.numbers.device, self.dtype)
+        if old.rate is not None and (old.grouped or sample is None):
+            kept = replace(old, rate=rate[old.train.order.cpu().long()], routes={}, rooms={})
+            kept_costs, _ = kept.costs(self.shape, True, device, self.dtype)
             if kept_costs.total(True) < (1 + dispatch.HYSTERESIS) * costs.total(True):
-                room = tuple(_room(had, seen) for had, seen in zip(old.room, room_seen))
+                room = self.room.learn(needs, bool(overflow))
                 self.decide(replace(kept, version=old.version + 1, room=room))
                 return
-        rate = rate[permutation]
-        n_hot_infer, _ = dispatch.best_n_hot(self.shape, rates, rate, backward=False)
-        permutation = permutation.to(self.seen.numbers.device)
-        room = _room_in_new_order(room_seen, rate[n_hot:])
-        self.decide(
-            Decision(old.version + 1, make_order(permutation, n_hot), make_order(permutation, n_hot_infer), rate, room)
+        gathers_only, hot_too = (
+            dispatch.sparse_costs(self.shape, rates, rate[permutation], torch.tensor([k]))[0].item() for k in (0, n_hot)
         )
+        if sample is not None:
+            cold = permutation[n_hot:].to(device)
+            grouped = by_coactivation(unpack_words(sample, self.h)[:, cold], 0)
+            permutation = torch.cat([permutation[:n_hot].to(device), cold[grouped]])
+        rate = rate[permutation.cpu()]
+        permutation = permutation.to(device)
+        train = make_order(permutation, n_hot)
+        infer = train if hot_too < gathers_only else make_order(permutation, 0)
+        room = self.room.restart(_bounds(needs, rate[n_hot:]))
+        self.decide(Decision(old.version + 1, train, infer, rate, room, sample is not None))
 
     def state_dict(self) -> dict[str, object]:
         decision = self.decision
         return {
             "fired": self.fired, "tokens": self.tokens, "order": decision.train.order.cpu(), "rate": decision.rate,
-            "n_hot": (decision.train.n_hot, decision.infer.n_hot), "room": decision.room, "dtype": self.dtype,
-            "shape": None if self.shape is None else tuple(self.shape),
+            "n_hot": (decision.train.n_hot, decision.infer.n_hot), "grouped": decision.grouped, "room": decision.room,
+            "most": self.room.most, "dtype": self.dtype, "shape": None if self.shape is None else tuple(self.shape),
         }  # fmt: skip
 
     def load_state_dict(self, saved: dict[str, object]) -> None:
@@ -161,23 +174,17 @@ class FFNState:
         self.fired, self.tokens, self.dtype = saved["fired"], saved["tokens"], saved["dtype"]
         self.shape = None if saved["shape"] is None else Shape(*saved["shape"])
         train, infer = (make_order(permutation, n_hot) for n_hot in saved["n_hot"])
-        self.decide(Decision(self.decision.version + 1, train, infer, saved["rate"], saved["room"]))
+        self.room.room, self.room.most = saved["room"], saved["most"]
+        self.decide(Decision(self.decision.version + 1, train, infer, saved["rate"], saved["room"], saved["grouped"]))
 
 
-def _room_in_new_order(seen: Sequence[int], cold_rate: Tensor) -> tuple[int, ...]:
-    """Room for an order that has not run yet: upper bounds take the place of what only that order could measure."""
-    entries, _, _, all_segments = seen
+def _bounds(needs: Sequence[int], cold_rate: Tensor) -> Needs:
+    """Needs in an order that has not run yet: upper bounds take the place of what only that order could measure."""
+    entries, _, _, all_segments = needs
     # A long row has at most 2 / SPLIT segments per cold entry; a tile is touched at most as often as its neurons fire.
     segments = min(all_segments, int(2 / SPLIT * float(cold_rate.sum()) * PER))
     tile_rate = pad(cold_rate, (0, -len(cold_rate) % TILE)).view(-1, TILE).sum(1).clamp(max=1)
-    blocks = int(float(tile_rate.sum()) * PER)
-    return tuple(int(HEADROOM * need) + 1 for need in (entries, segments, blocks, all_segments))
-
-
-def _room(had: int, seen: int) -> int:
-    """Room for what was seen, with headroom; the room had, if it still fits and is not much too large."""
-    want = int(HEADROOM * seen) + 1
-    return had if seen <= had <= 2 * want else want
+    return Needs(entries, segments, int(float(tile_rate.sum()) * PER), all_segments)
 
 
 def overflowed(states: Sequence[FFNState]) -> Tensor:

@@ -12,8 +12,7 @@ import triton.language as tl
 
 from kernels.aot import AotCase
 from kernels.compact import SPLIT
-
-PER = 1024  # room is noted per this many tokens, so that batches of different sizes compare
+from kernels.room import PER
 
 
 class Seen(NamedTuple):
@@ -37,7 +36,7 @@ def note_room(numbers, index: tl.constexpr, needed, capacity, n, PER_TOKENS: tl.
 
 @triton.jit
 def summary_kernel(
-    l1_parts, l1, count, fired, counted, needed, numbers, fired_total, n, n_parts, h, entries, segments,
+    l1_parts, l1, count, fired, fired_out, counted, needed, numbers, fired_total, n, n_parts, h, entries, segments,
     B: tl.constexpr, SPLIT_AT: tl.constexpr, PER_TOKENS: tl.constexpr, COUNTED: tl.constexpr, NOTE: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -46,6 +45,9 @@ def summary_kernel(
     for s in range(0, n_parts, B):
         total += tl.load(l1_parts + s + i, mask=s + i < n_parts, other=0.0)
     tl.store(l1, tl.sum(total, 0))
+    if PACKED:
+        for s in range(0, h, B):
+            tl.store(fired_out + s + i, tl.load(fired + s + i, mask=s + i < h, other=0), mask=s + i < h)
     if NOTE:
         tokens = tl.zeros((), tl.int64) + n
         if COUNTED:
@@ -82,27 +84,33 @@ def summarize(
     needed: torch.Tensor | None,
     entries: int = 0,
     segments: int = 0,
-) -> torch.Tensor:
-    """The L1 term, fp32 scalar; adds to `seen` if given.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the L1 term, fp32 scalar, fired [h]); adds to `seen` if given.
 
     count int32 [n] and fired int32 [h] describe this pass. needed int64 [2], with the capacities `entries` and
-    `segments`, comes from compaction; None for a dense pass, whose room is derived from `count`.
+    `segments`, comes from compaction, and `fired` is then copied out of its memory; None for a dense pass, whose room
+    is derived from `count`.
     """
-    n = count.shape[0]
+    n, h = count.shape[0], fired.shape[0]
+    packed = needed is not None
+    fired_out = torch.empty_like(fired) if packed else fired
     if n == 0:
-        return torch.zeros((), dtype=torch.float32, device=fired.device)
+        return torch.zeros((), dtype=torch.float32, device=fired.device), fired_out.zero_()
     l1 = torch.empty((), dtype=torch.float32, device=fired.device)
     summary_kernel[(1,)](
-        l1_parts, l1, count, fired, count if counted is None else counted, count if needed is None else needed,
-        fired if seen is None else seen.numbers, fired if seen is None else seen.fired, n, l1_parts.shape[0],
-        fired.shape[0], entries, segments, B=8192, SPLIT_AT=SPLIT, PER_TOKENS=PER, COUNTED=counted is not None,
-        NOTE=seen is not None, PACKED=needed is not None, num_warps=16,
+        l1_parts, l1, count, fired, fired_out, count if counted is None else counted, needed if packed else count,
+        fired if seen is None else seen.numbers, fired if seen is None else seen.fired, n, l1_parts.shape[0], h,
+        entries, segments, B=8192, SPLIT_AT=SPLIT, PER_TOKENS=PER, COUNTED=counted is not None, NOTE=seen is not None,
+        PACKED=packed, num_warps=16,
     )  # fmt: skip
-    return l1
+    return l1, fired_out
 
 
 def aot_cases(arch: int) -> list[AotCase]:
-    signature = dict.fromkeys(("count", "fired", "fired_total"), "*i32") | {"l1_parts": "*fp32", "l1": "*fp32"}
+    signature = dict.fromkeys(("count", "fired", "fired_out", "fired_total"), "*i32") | {
+        "l1_parts": "*fp32",
+        "l1": "*fp32",
+    }
     signature |= {"counted": "*i8", "needed": "*i64", "numbers": "*i64"}
     signature |= dict.fromkeys(("n", "n_parts", "h", "entries", "segments"), "i32")
     constexprs = {"B": 8192, "SPLIT_AT": SPLIT, "PER_TOKENS": PER, "COUNTED": True, "NOTE": True}

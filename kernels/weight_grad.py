@@ -14,7 +14,8 @@ import triton.language as tl
 
 from kernels.aot import AotCase
 from kernels.gate import precision
-from kernels.launch import POINTER, TILE, capability
+from kernels.launch import POINTER, capability
+from kernels.order import TILE
 from kernels.plan import NeuronTiles
 
 

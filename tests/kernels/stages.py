@@ -32,7 +32,6 @@ class Packed:
     dense: Tensor
     order: Order
     rows: PackedRows
-    fired: Tensor
 
 
 def pack(dense: Tensor, n_hot: int = 0, room: int | None = None, segments: int | None = None, counted=None) -> Packed:
@@ -41,11 +40,11 @@ def pack(dense: Tensor, n_hot: int = 0, room: int | None = None, segments: int |
     permutation = torch.randperm(h, generator=torch.Generator().manual_seed(1)).to(dense.device)
     order = make_order(permutation, n_hot)
     shape = RowsShape(
-        n, -(-(h - n_hot) // 64), n * h if room is None else room, n * h if segments is None else segments, True
+        n, h, -(-(h - n_hot) // 64), n * h if room is None else room, n * h if segments is None else segments, True
     )
     words, scratch = bitmap(dense)
-    _, rows, fired = compact.compact(words, scratch, order.hot_words, order.rank_of, n_hot, shape, counted)
-    return Packed(dense, order, rows, fired)
+    _, rows = compact.compact(words, scratch, order.hot_words, order.rank_of, n_hot, shape, counted)
+    return Packed(dense, order, rows)
 
 
 def unpack(packed: Packed) -> Tensor:

@@ -9,7 +9,7 @@ from tests.kernels.stages import pack, random_activation, unpack
 def test_rows_hold_what_fired(n, h, density, device):
     packed = pack(random_activation(n, h, density, device))
     assert torch.equal(unpack(packed), packed.dense)
-    assert torch.equal(packed.fired, (packed.dense != 0).sum(0, dtype=torch.int32))
+    assert torch.equal(packed.rows.fired, (packed.dense != 0).sum(0, dtype=torch.int32))
     assert packed.rows.needed[0] == packed.dense.count_nonzero()
 
 
@@ -35,7 +35,7 @@ def test_fired_counts_only_counted_tokens(device):
     dense = random_activation(8, 50, 0.5, device)
     counted = torch.tensor([1, 0, 1, 1, 0, 0, 1, 1], dtype=torch.int8, device=device)
     packed = pack(dense, counted=counted)
-    assert torch.equal(packed.fired, (dense[counted.bool()] != 0).sum(0, dtype=torch.int32))
+    assert torch.equal(packed.rows.fired, (dense[counted.bool()] != 0).sum(0, dtype=torch.int32))
     assert torch.equal(packed.rows.count, (dense != 0).sum(1, dtype=torch.int32))
 
 

@@ -7,6 +7,7 @@ import torch
 
 from kernels.dispatch import HYSTERESIS, Costs
 from kernels.ops import sparse_ffn
+from kernels.room import Needs
 from kernels.state import FFNState, overflowed, table, update
 from tests.kernels.ffn_cases import Case, assert_accurate, make_case, run
 
@@ -23,11 +24,11 @@ def with_room(state: FFNState, buffer: str, room: int) -> FFNState:
     old = state.decision
     rooms = list(old.room)
     rooms[("entries", "segments", "blocks").index(buffer)] = room
-    state.decide(replace(old, version=old.version + 1, room=tuple(rooms), routes={}))
+    state.decide(replace(old, version=old.version + 1, room=Needs(*rooms), routes={}, rooms={}))
     return state
 
 
-# Every buffer has some places to spare (256, 16, 64); these need more, at as few entries as possible.
+# Every buffer has some places to spare (by rounding); these need more, at as few entries as possible.
 @pytest.mark.parametrize(
     "buffer, n, h, pattern",
     [
@@ -36,7 +37,8 @@ def with_room(state: FFNState, buffer: str, room: int) -> FFNState:
         ("blocks", 70, 40, "one neuron always"),
     ],
 )
-def test_overflow_is_seen_and_repeating_the_step_is_exact(buffer, n, h, pattern, device):
+def test_overflow_is_seen_and_repeating_the_step_is_exact(buffer, n, h, pattern, device, monkeypatch):
+    monkeypatch.setattr("kernels.room.SPARE_TOKENS", 0)
     case = make_case(n, 8, h, pattern, device=device)
     state = with_room(learn(FFNState(h, device), case), buffer, 1)
     run(case, impl="triton", state=state)
@@ -65,7 +67,9 @@ def test_backward_uses_the_decision_of_its_forward(device):
     state = learn(FFNState(70, device), case)
     leaves = [t.detach().requires_grad_() for t in case.tensors]
     output = sparse_ffn(*leaves, impl="triton", state=state)
-    state.decide(replace(FFNState(70, device).decision, version=state.decision.version + 1, room=(1, 1, 1, 1)))
+    state.decide(
+        replace(FFNState(70, device).decision, version=state.decision.version + 1, room=Needs(1, 1, 1, 1), rooms={})
+    )
     gradients = torch.autograd.grad(output.y, leaves, case.dy)
     expected = torch.autograd.grad(sparse_ffn(*leaves, impl="torch").y, leaves, case.dy)
     torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-4)
@@ -115,3 +119,17 @@ def test_table_says_what_was_decided(device):
     lines = table([FFNState(140, device), learn(FFNState(140, device), case)]).splitlines()
     assert "not measured yet" in lines[1]
     assert str(learn(FFNState(140, device), case).decision.room) in lines[2]
+
+
+def test_cold_neurons_are_grouped_once_a_sample_was_seen(device):
+    """Two groups of neurons that fire on different tokens: by frequency alone they would share tiles."""
+    n, h = 8, 130
+    case = make_case(n, 8, h, "none", device=device)
+    group = torch.arange(h, device=device) % 2
+    case.x[:, 2], case.w_gate[:, 2] = torch.arange(n, device=device) % 2 * 2.0 - 1, (group * 2.0 - 1) * 80
+    state = learn(FFNState(h, device), case)
+    assert state.decision.grouped
+    tiles = group[state.decision.train.order.long()][:128].view(2, 64).sum(1)
+    assert sorted(tiles.tolist()) in ([0, 64], [1, 64], [0, 63], [1, 63])
+    order = state.decision.train.order
+    assert torch.equal(learn(state, case).decision.train.order, order)
