@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 from kernels.aot import AotCase
-from kernels.launch import POINTER, capability, multiprocessors
+from kernels.format import TwELL
+from kernels.launch import POINTER, capability, multiprocessors, popcount
 
 GROUP = 8  # row tiles that walk over the columns together, so that both operands stay in L2
 
@@ -37,6 +38,27 @@ def _pack(acc, scratch, words, row, first, n, H: tl.constexpr, BM: tl.constexpr,
 
 
 @triton.jit
+def _pack_twell(acc, slots, row, first, n, dtype: tl.constexpr, H: tl.constexpr, BM: tl.constexpr, T: tl.constexpr,
+                SLOTS: tl.constexpr):  # fmt: skip
+    """ReLU and the TwELL slots of one [BM, T] tile: the count, then column << 16 | bits of the value."""
+    TILES: tl.constexpr = (H + T - 1) // T
+    column = first + tl.arange(0, T)
+    gate = acc.to(dtype)
+    fired = ((gate > 0) | (gate != gate)) & (column[None, :] < H)
+    # A column's place is the number of bits below its own: cheaper in registers than a running sum along the row.
+    bit = (1 << tl.arange(0, 32)).to(tl.int32)[None, None, :]
+    word = tl.sum(tl.where(tl.reshape(fired, (BM, T // 32, 32)), bit, 0), 2)  # [BM, T / 32]
+    in_word = popcount(word)
+    before = tl.cumsum(in_word, 1) - in_word
+    place = tl.reshape(popcount(word[:, :, None] & (bit - 1)) + before[:, :, None], (BM, T))
+    bits = gate.to(tl.uint16, bitcast=True).to(tl.int32) | (column[None, :] << 16)
+    at = slots + (row.to(tl.int64) * TILES + first // T) * SLOTS
+    in_range = row < tl.where(first < H, n, 0)
+    tl.store(at, tl.sum(in_word, 1), mask=in_range)
+    tl.store(at[:, None] + 1 + place, bits, mask=fired & (place < SLOTS - 1) & in_range[:, None])
+
+
+@triton.jit
 def gate_kernel(
     x,  # pointer, or TMA descriptor of [BM, BK] blocks
     w,  # pointer, or TMA descriptor of [BN, BK] blocks
@@ -51,6 +73,7 @@ def gate_kernel(
     GROUP_M: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
+    SLOTS: tl.constexpr,  # 0: words and scratch; else `words` holds the TwELL slots, so many a tile
 ):
     num_m = tl.cdiv(n, BM)
     num_n: tl.constexpr = (H + BN - 1) // BN
@@ -75,18 +98,23 @@ def gate_kernel(
             acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
         # Two halves: fewer registers live at once than with the whole tile, which is worth 10 % of the stage.
         left, right = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
-        _pack(left, scratch, words, row, pn * BN, n, H, BM, BN // 2)
-        _pack(right, scratch, words, row, pn * BN + BN // 2, n, H, BM, BN // 2)
+        if SLOTS == 0:
+            _pack(left, scratch, words, row, pn * BN, n, H, BM, BN // 2)
+            _pack(right, scratch, words, row, pn * BN + BN // 2, n, H, BM, BN // 2)
+        else:
+            dtype: tl.constexpr = scratch.dtype.element_ty
+            _pack_twell(left, words, row, pn * BN, n, dtype, H, BM, BN // 2, SLOTS)
+            _pack_twell(right, words, row, pn * BN + BN // 2, n, dtype, H, BM, BN // 2, SLOTS)
 
 
-def _config(arch: int, dtype: torch.dtype) -> tuple[int, int, int, int, int, bool]:
+def _config(arch: int, dtype: torch.dtype, twell: bool = False) -> tuple[int, int, int, int, int, bool]:
     """(BM, BN, BK, num_warps, num_stages, TMA) for a compute capability."""
     if arch == 0:
         return 32, 64, 32, 1, 1, False
     if dtype == torch.float32:
         return 64, 64, 32, 8, 2, False
-    if arch in (90, 100):
-        return 128, 256, 64, 8, 3, True
+    if arch in (90, 100):  # counting along the rows of wider tiles runs out of registers
+        return (64, 128, 64, 8, 4, True) if twell else (128, 256, 64, 8, 3, True)
     return 128, 128, 32, 8, 4, False
 
 
@@ -97,11 +125,27 @@ def precision(dtype: torch.dtype) -> str:
 
 def gate(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(words int32 [n, ceil(h / 32)], scratch [n, h]) of relu(x w^T); x [n, d] and w [h, d] contiguous."""
-    n, d = x.shape
-    h = w.shape[0]
-    bm, bn, bk, warps, stages, tma = _config(capability(x.device), x.dtype)
+    n, h = x.shape[0], w.shape[0]
     words = torch.empty(n, triton.cdiv(h, 32), dtype=torch.int32, device=x.device)
     scratch = torch.empty(n, h, dtype=x.dtype, device=x.device)
+    _launch(x, w, scratch, words, slots=0)
+    return words, scratch
+
+
+def gate_twell(x: torch.Tensor, w: torch.Tensor, slots: int = 16) -> TwELL:
+    """relu(x w^T) as TwELL, tiles half as wide as a program's; 16-bit dtypes. Mind the result's `overflow`."""
+    n, h = x.shape[0], w.shape[0]
+    tile = _config(capability(x.device), x.dtype, twell=True)[1] // 2
+    packed = torch.empty(n, triton.cdiv(h, tile), slots, dtype=torch.int32, device=x.device)
+    result = TwELL(packed, h, tile, x.dtype)
+    _launch(x, w, x, packed, slots)
+    return result
+
+
+def _launch(x: torch.Tensor, w: torch.Tensor, scratch: torch.Tensor, words: torch.Tensor, slots: int) -> None:
+    n, d = x.shape
+    h = w.shape[0]
+    bm, bn, bk, warps, stages, tma = _config(capability(x.device), x.dtype, twell=slots > 0)
     # A TMA descriptor needs rows whose length is a multiple of 16 bytes, and at least one row.
     tma = tma and d * x.element_size() % 16 == 0 and n > 0
     if tma:
@@ -111,23 +155,26 @@ def gate(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     grid = (max(1, min(multiprocessors(words.device), triton.cdiv(n, bm) * triton.cdiv(h, bn))),)
     gate_kernel[grid](
         x, w, scratch, words, n, H=h, D=d, BM=bm, BN=bn, BK=bk, GROUP_M=GROUP, TMA=tma,
-        PRECISION=precision(scratch.dtype), num_warps=warps, num_stages=stages,
+        PRECISION=precision(scratch.dtype), SLOTS=slots, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return words, scratch
 
 
 def aot_cases(arch: int) -> list[AotCase]:
     cases = []
-    for dtype, h, d in ((torch.bfloat16, 5632, 2048), (torch.float16, 2048, 768), (torch.float32, 2048, 768)):
-        bm, bn, bk, warps, stages, tma = _config(arch, dtype)
+    shapes = (
+        (torch.bfloat16, 5632, 2048, 0), (torch.float16, 2048, 768, 0), (torch.float32, 2048, 768, 0),
+        (torch.bfloat16, 5632, 2048, 16),
+    )  # fmt: skip
+    for dtype, h, d, slots in shapes:
+        bm, bn, bk, warps, stages, tma = _config(arch, dtype, twell=slots > 0)
         element = POINTER[dtype].removeprefix("*")
         operands = [f"tensordesc<{element}[{rows}, {bk}]>" if tma else POINTER[dtype] for rows in (bm, bn)]
         cases.append(
             AotCase(
-                name=f"gate {element}",
+                name=f"gate {element}{' twell' if slots else ''}",
                 kernel=gate_kernel,
                 signature={"x": operands[0], "w": operands[1], "scratch": POINTER[dtype], "words": "*i32", "n": "i32"}
-                | dict.fromkeys(("H", "D", "BM", "BN", "BK", "GROUP_M", "TMA", "PRECISION"), "constexpr"),
+                | dict.fromkeys(("H", "D", "BM", "BN", "BK", "GROUP_M", "TMA", "PRECISION", "SLOTS"), "constexpr"),
                 constexprs={
                     "H": h,
                     "D": d,
@@ -137,6 +184,7 @@ def aot_cases(arch: int) -> list[AotCase]:
                     "GROUP_M": GROUP,
                     "TMA": tma,
                     "PRECISION": precision(dtype),
+                    "SLOTS": slots,
                 },
                 num_warps=warps,
                 num_stages=stages,
