@@ -2,8 +2,8 @@
 
 The model is bytes over bandwidth and operations over rate, stage by stage, and never less than the host needs to launch
 it all: the latter decides for small layers. The rates are measured once per process. It
-decides two things per layer: how many of its neurons are hot (see hot.py), and whether the whole pass runs dense. A
-decision is only changed when the prediction says that this saves more than `HYSTERESIS`.
+decides two things per layer: how many of its neurons are hot (see hot.py), and whether the whole pass runs dense. Dense
+gives way, and a decision changes, only when the prediction promises more than `HYSTERESIS`.
 """
 
 import functools

@@ -62,13 +62,13 @@ class Decision:
         return Costs(*(cost.item() for cost in sparse)), dispatch.dense_costs(shape, rates)
 
     def runs_sparse(self, shape: Shape, backward: bool, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether a pass over shape.n tokens, with or without a backward, is predicted to gain from sparsity."""
+        """Whether a pass over shape.n tokens, with or without a backward, clearly gains from sparsity by the prediction."""
         if self.room is None:
             return False
         key = (shape, backward, dtype)
         if key not in self.routes:
             sparse, dense = self.costs(shape, backward, device, dtype)
-            self.routes[key] = sparse.total(backward) < dense.total(backward)
+            self.routes[key] = (1 + dispatch.HYSTERESIS) * sparse.total(backward) < dense.total(backward)
         return self.routes[key]
 
     def room_for(self, n: int, h: int, backward: bool) -> Room:
