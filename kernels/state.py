@@ -62,7 +62,7 @@ class Decision:
         return Costs(*(cost.item() for cost in sparse)), dispatch.dense_costs(shape, rates)
 
     def runs_sparse(self, shape: Shape, backward: bool, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether a pass over shape.n tokens, with or without a backward, clearly gains from sparsity by the prediction."""
+        """Whether a pass over shape.n tokens, with or without a backward, clearly gains from sparsity, as predicted."""
         if self.room is None:
             return False
         key = (shape, backward, dtype)
