@@ -37,12 +37,12 @@ def sparse_ffn(
     w_up     [h, d]
     w_down   [h, d]    row j belongs to neuron j: the transpose of what nn.Linear(h, d) stores.
     counted  bool [...], the tokens that the loss counts; the others add neither to `l1` nor to `fired`. None: all.
-    impl     auto = the Triton path where it is supported (torch elsewhere), which runs each pass sparse or dense,
-             whichever `state` predicts to be faster; triton = always the sparse kernels, or an error; torch = dense
-             products in plain torch.
+    impl     auto = with a `state`, on a GPU that is supported, the Triton path, which runs each pass sparse or dense,
+             whichever the state predicts to be faster; else as torch. triton = always the sparse kernels, or an error.
+             torch = dense products in plain torch.
     state    what this layer has learnt from earlier calls (`kernels.state`): how sparse it is, how large buffers must
-             be. With it no call waits for the device; the caller updates it and looks for overflow. Without one, auto
-             runs dense, and triton reads the number of non-zeros back to size its buffers.
+             be. With it no call waits for the device; the caller updates it and looks for overflow. Without one, triton
+             reads the number of non-zeros back to size its buffers.
 
     Returns `FFNOutput(y, l1, nnz, fired)`. `l1` is a sum over tokens: the caller scales it by coef / (layers * tokens).
     Traceable by torch.compile(fullgraph=True). Under autocast, x and the weights are cast to the autocast dtype. Raises
@@ -52,14 +52,15 @@ def sparse_ffn(
     >>> loss = cross_entropy + coef / (n_layers * n_counted) * out.l1
     """
     _check_arguments(x, w_gate, w_up, w_down, counted, impl)
-    if torch.is_autocast_enabled(x.device.type):
+    if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, w_up, w_down = x.to(dtype), w_up.to(dtype), w_down.to(dtype)
         w_gate = None if w_gate is None else w_gate.to(dtype)
     reason = None if impl == "torch" else unsupported(x.device, x.dtype, x.shape[-1])
     if impl == "triton" and reason is not None:
         raise NotImplementedError(f"impl=triton: {reason}; use impl=auto or impl=torch")
-    if impl == "torch" or reason is not None or (impl == "auto" and x.device.type != "cuda"):
+    nothing_known = impl == "auto" and (state is None or x.device.type != "cuda")
+    if impl == "torch" or reason is not None or nothing_known:
         return ffn_forward(x, w_gate, w_up, w_down, counted)
 
     from kernels.autograd import apply

@@ -84,14 +84,19 @@ def test_weights_have_one_row_per_neuron():
 
 def test_impl_reaches_the_kernels(monkeypatch: pytest.MonkeyPatch):
     seen = []
-    monkeypatch.setattr(
-        "twell.ffn.sparse_ffn", lambda x, *weights, counted, impl: seen.append(impl) or (x, None, None, None)
-    )
+
+    def sparse_ffn(x, *weights, counted, impl, state):
+        seen.append((impl, state))
+        return x, None, None, None
+
+    monkeypatch.setattr("twell.ffn.sparse_ffn", sparse_ffn)
     cfg = ffn_config("sparse", H)
     cfg.impl = "torch"
     x, counted = inputs()
-    build_ffn(cfg, D)(x, counted)
-    assert seen == ["torch"]
+    ffn = build_ffn(cfg, D)
+    ffn.state = "what it remembers"
+    ffn(x, counted)
+    assert seen == [("torch", "what it remembers")]
 
 
 def test_bf16_activations_use_bf16_weights():
