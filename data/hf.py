@@ -1,12 +1,13 @@
-"""Hugging Face datasets: from the Hub, or local files through a builder (hf_path=parquet with paths)."""
+"""Hugging Face datasets: from the Hub or a local folder, or files through a builder (hf_path=parquet with paths)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data import DataError
-from data.sources import BLOCK_BYTES, Documents, describe_files, expand_paths
+from data.sources import BLOCK_BYTES, Documents, describe_files, expand_paths, files_beneath
 
 if TYPE_CHECKING:
     from twell.config import DataConfig
@@ -88,5 +89,9 @@ class HFSource:
 
 
 def describe(cfg: "DataConfig") -> dict:
-    files = describe_files(expand_paths(cfg.paths))
-    return {"hf": [cfg.hf_path, cfg.hf_name, cfg.hf_split], "files": files, "field": cfg.field}
+    """What decides the contents: of a dataset on the Hub its name alone, of local files their sizes and times too."""
+    hf_path, files = cfg.hf_path, expand_paths(cfg.paths)
+    if Path(hf_path).exists():
+        folder = Path(hf_path).resolve()
+        hf_path, files = str(folder), [*files, *files_beneath(folder)]
+    return {"hf": [hf_path, cfg.hf_name, cfg.hf_split], "files": describe_files(files), "field": cfg.field}

@@ -73,7 +73,7 @@ def expand_paths(paths: Iterable[str], suffixes: tuple[str, ...] = ("",)) -> lis
     for name in paths:
         path = Path(name).expanduser().absolute()
         if path.is_dir():
-            found = [file for file in _files_beneath(path) if file.name.endswith(suffixes)]
+            found = [file for file in files_beneath(path) if file.name.endswith(suffixes)]
             wanted = f"the folder holds no {' or '.join(suffixes)} file" if any(suffixes) else "the folder is empty"
         elif path.exists():
             found, wanted = [path], ""
@@ -88,7 +88,8 @@ def expand_paths(paths: Iterable[str], suffixes: tuple[str, ...] = ("",)) -> lis
     return list(files)
 
 
-def _files_beneath(folder: Path) -> Iterator[Path]:
+def files_beneath(folder: Path) -> Iterator[Path]:
+    """Every file in `folder` at any depth, sorted, hidden names apart."""
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (Path(parent, name) for name in sorted(names) if not name.startswith("."))
@@ -112,7 +113,7 @@ def stdlib_source() -> "TextSource":
     """The .py files of the running Python's standard library: real text that is there on every machine."""
     folder = Path(sysconfig.get_path("stdlib"))
     installed = {"site-packages", "dist-packages"}
-    files = [f for f in _files_beneath(folder) if f.suffix == ".py" and installed.isdisjoint(f.parts)]
+    files = [f for f in files_beneath(folder) if f.suffix == ".py" and installed.isdisjoint(f.parts)]
     if not files:
         raise DataError(f"data.source=stdlib: no .py files in {folder}; use data=text data.paths=[...]")
     return TextSource(files)

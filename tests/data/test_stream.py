@@ -73,6 +73,29 @@ def test_prepared_like_any_other_source(hf_config, parquet):
     assert documents(prepared, "train") == training_texts(texts)
 
 
+@pytest.mark.parametrize("streaming", [True, False])
+def test_replaced_files_of_a_local_folder_are_noticed(hf_config, tmp_path, monkeypatch, streaming):
+    import pyarrow.parquet
+
+    def write(texts, name):
+        (tmp_path / "local/sub").mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(pyarrow.table({"body": texts}), tmp_path / "local/sub" / name)
+
+    def prepared(hf_path):
+        return prepare(hf_config(hf_path=hf_path, paths=[], val_fraction=0.4, streaming=streaming), log=quiet)
+
+    texts = [f"text {i}" for i in range(20)]
+    write(texts[:10], "0.parquet")
+    monkeypatch.chdir(tmp_path)
+    first = prepared("local")
+    assert prepared(str(tmp_path / "local")).folder == first.folder  # the same place under another name
+    write(texts[10:], "0.parquet")
+    second = prepared("local")
+    assert not set(documents(second, "val")) & set(documents(first, "val")) and len(documents(second, "val")) > 0
+    write(texts[:10], "1.parquet")
+    assert len({first.folder, second.folder, prepared("local").folder}) == 3
+
+
 def test_stream_skips_validation_documents_and_passes_over_again(hf_config, parquet):
     cfg = hf_config(streaming=True)
     prepared = prepare(cfg, val_tokens=200, log=quiet)
