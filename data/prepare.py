@@ -52,11 +52,20 @@ def prepare(cfg: DataConfig, *, val_tokens: int = 1 << 20, log: Callable[[str], 
         raise DataError(f"data.val_fraction={cfg.val_fraction} with data.streaming=true: there is nothing to prepare")
     source = open_source(cfg)
     folder = Path(cfg.dir) / f"{cfg.name}-{cfg.tokenizer}-{_fingerprint(cfg, source, val_tokens)}"
-    if not (folder / META).exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with locked(folder.with_name(folder.name + ".lock")):
-            if not (folder / META).exists():
-                _build(cfg, source, folder, val_tokens, log)
+    built = None
+    try:
+        if not (folder / META).exists():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with locked(folder.with_name(folder.name + ".lock")):
+                if not (folder / META).exists():
+                    built = _build(cfg, source, folder, val_tokens, log)
+    except OSError as error:
+        raise DataError(
+            f"data.dir={cfg.dir}: cannot use {error.filename or folder} ({error.strerror}); choose a data.dir that can "
+            "be written to"
+        ) from error
+    if built:
+        log(built)
     return open_prepared(folder)
 
 
@@ -74,8 +83,8 @@ def _fingerprint(cfg: DataConfig, source: Source, val_tokens: int) -> str:
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:12]
 
 
-def _build(cfg: DataConfig, source: Source, folder: Path, val_tokens: int, log: Callable[[str], None]) -> None:
-    """Builds `folder` in its .partial folder; only one process at a time may be here."""
+def _build(cfg: DataConfig, source: Source, folder: Path, val_tokens: int, log: Callable[[str], None]) -> str:
+    """Builds `folder` in its .partial folder and says what is there; only one process at a time may be here."""
     partial = folder.with_name(folder.name + ".partial")
     partial.mkdir(exist_ok=True)
     start = time.monotonic()
@@ -86,13 +95,14 @@ def _build(cfg: DataConfig, source: Source, folder: Path, val_tokens: int, log: 
         raise
     except OSError as error:
         raise DataError(
-            f"{error.filename or partial}: {error.strerror}; what is done so far stays in {partial}"
+            f"{error.filename or partial}: {error.strerror or error}; what is done so far stays in {partial}, and the "
+            "same command continues from there"
         ) from error
     (partial / JOURNAL).unlink(missing_ok=True)
     _write_json(partial / META, meta)
     stamp_shards(partial, [partial / name for name in meta["train"] + meta["val"]])
     partial.rename(folder)
-    log(f"{_summary(meta)}, {time.monotonic() - start:.1f} s: {folder}")
+    return f"{_summary(meta)}, {time.monotonic() - start:.1f} s: {folder}"
 
 
 class _Preparation:

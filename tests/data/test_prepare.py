@@ -1,3 +1,4 @@
+import errno
 import hashlib
 import json
 import os
@@ -198,6 +199,32 @@ def test_file_that_cannot_be_read_is_named_and_the_work_done_stays(config, tmp_p
     (tmp_path / "a.txt").unlink()
     with pytest.raises(DataError, match=r"a.txt: No such file or directory; what is done so far stays in .*partial"):
         prepare(cfg, log=quiet)
+
+
+def test_folder_that_cannot_be_written_is_named(config, corpus, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for bad in ("/dev/null/sets", str(tmp_path / "file"), f"{tmp_path}/{'x' * 300}"):
+        with pytest.raises(DataError, match=f"^data.dir={bad}: cannot use {bad}.* choose a data.dir that") as caught:
+            prepare(config("jsonl", paths=[str(corpus[1])], dir=bad), log=quiet)
+        assert "\n" not in str(caught.value)
+
+    def read_only(path):  # as `path.open("w")` does on such a mount, and for everybody but root in such a folder
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(preparation, "locked", read_only)
+    with pytest.raises(DataError, match=r"^data.dir=.*sets: cannot use .*lock .Read-only file system.; choose"):
+        prepare(config("jsonl", paths=[str(corpus[1])]), log=quiet)
+
+
+def test_full_disk_keeps_the_work_done(config, corpus, monkeypatch):
+    def full(self, ids):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(preparation.SplitWriter, "append", full)
+    with pytest.raises(
+        DataError, match=r"partial: No space left .* stays in .*partial, and the same command continues"
+    ):
+        prepare(config("jsonl", paths=[str(corpus[1])]), log=quiet)
 
 
 def test_tokenizer_that_fails_leaves_nothing_behind(config, corpus, tmp_path):
