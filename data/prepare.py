@@ -19,6 +19,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -167,20 +168,20 @@ class _Preparation:
         bytes_before, synced = sum(counts.text_bytes), time.monotonic()
         progress = Progress(f"tokenizing {self.cfg.name}", self.source.size, self.log)
         progress.skip(size_done)
-        for block, encoded in self._encoded(tokenizer, val_below, blocks_done):
-            for writer, ids in zip(writers, encoded.ids):
-                writer.append(ids)
-            counts.add(encoded.counts)
-            blocks_done, size_done = blocks_done + 1, size_done + block.size
-            if time.monotonic() - synced >= JOURNAL_SECONDS:
-                state = {split: writer.sync() for split, writer in zip(SPLITS, writers)}
-                state |= {"blocks": blocks_done, "size": size_done, "val_below": val_below, "counts": asdict(counts)}
-                _write_json(self.folder / JOURNAL, state)
-                synced = time.monotonic()
-            progress.update(size_done, sum(counts.text_bytes) - bytes_before, sum(counts.tokens))
-            if self.cfg.streaming and counts.tokens[1] > self.val_tokens:
-                break
-        progress.close()
+        with closing(progress):
+            for block, encoded in self._encoded(tokenizer, val_below, blocks_done):
+                for writer, ids in zip(writers, encoded.ids):
+                    writer.append(ids)
+                counts.add(encoded.counts)
+                blocks_done, size_done = blocks_done + 1, size_done + block.size
+                if time.monotonic() - synced >= JOURNAL_SECONDS:
+                    state = {split: writer.sync() for split, writer in zip(SPLITS, writers)}
+                    state |= {"blocks": blocks_done, "size": size_done, "val_below": val_below}
+                    _write_json(self.folder / JOURNAL, state | {"counts": asdict(counts)})
+                    synced = time.monotonic()
+                progress.update(size_done, sum(counts.text_bytes) - bytes_before, sum(counts.tokens))
+                if self.cfg.streaming and counts.tokens[1] > self.val_tokens:
+                    break
         return counts, {split: writer.finish() for split, writer in zip(SPLITS, writers)}
 
     def _encoded(self, tokenizer: Tokenizer, val_below: int, skip: int) -> Iterator[tuple[Block, EncodedBlock]]:

@@ -309,6 +309,38 @@ def test_killed_preparation_continues_and_ends_the_same(config, corpus, tmp_path
     assert leftovers(tmp_path) == [whole.folder.name]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ctrl_c_ends_in_one_line_and_takes_the_workers_along(tmp_path, workers):
+    path, lines = tmp_path / "x.jsonl", tmp_path / "stderr"
+    path.write_text((json.dumps({"text": words(np.random.default_rng(0), 2000)}) + "\n") * 20_000)  # 240 MB
+    values = [f"data.paths=[{path}]", f"data.dir={tmp_path}/sets", f"data.workers={workers}", "data.tokenizer=bytes"]
+    command = [sys.executable, "-m", "data.prepare", "data=jsonl", *values]
+    with lines.open("w") as stderr:
+        running = subprocess.Popen(command, cwd=ROOT, stderr=stderr, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("sets/*.partial/train-*.bin")):  # until it tokenizes
+        assert running.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(running.pid, signal.SIGINT)  # as a terminal does: to the workers as well
+    assert running.wait(timeout=20) == 130
+    assert not _processes_naming(str(tmp_path))
+    assert "the same command continues" in lines.read_text() and lines.read_text().count("\n") == 1
+
+
+def test_interrupt_removes_the_bar_and_the_workers(config, corpus, tmp_path, monkeypatch, capsys):
+    def interrupt(self, done, text_bytes, tokens):
+        assert _processes_naming(str(tmp_path))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(preparation.Progress, "update", interrupt)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config("jsonl", paths=[str(corpus[1])], workers=2), log=quiet)
+    assert not _processes_naming(str(tmp_path))
+    assert capsys.readouterr().err.endswith("\r\x1b[K")  # the line is empty for the message that follows
+
+
 def test_partial_folder_without_a_journal_is_overwritten(config, corpus, tmp_path):
     cfg = config("jsonl", paths=[str(corpus[1])])
     whole = prepare(cfg, log=quiet)
