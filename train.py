@@ -11,6 +11,7 @@ command started again continues it.
 """
 
 import math
+from contextlib import ExitStack
 from dataclasses import asdict
 
 import torch
@@ -22,7 +23,8 @@ from data.loader import IGNORE, Loader, validation_batches
 from data.prepare import prepare
 from data.stream import StreamLoader
 from twell import checkpoint, parallel
-from twell.config import Config, accumulation_steps, hydra_main, padded_vocab_size, total_steps, validate
+from twell.checks import validate
+from twell.config import Config, accumulation_steps, hydra_main, padded_vocab_size, total_steps
 from twell.errors import UserError
 from twell.evaluate import validate_model
 from twell.generate import sample_text
@@ -31,36 +33,40 @@ from twell.model import Transformer
 from twell.optim import Schedule, build_optimizer, clip_and_scale, optimizer_state, set_lr
 from twell.profiling import Profiler
 from twell.routing import Routing
-from twell.run import Progress, open_run, run_name
+from twell.run import Progress, describe_run, open_run, run_name
 from twell.sparsity import SparsityMeter, l1_coefficient, l1_weight
 from twell.tracking import StopWatch, Tracker, console_line, memory_gb, peak_flops, validation_line
 
 
 @hydra_main
 def main(cfg: Config) -> None:
+    with ExitStack() as closing:  # whatever ends the run, its files are closed
+        train(cfg, closing)
+
+
+def train(cfg: Config, closing: ExitStack) -> None:
     # ---- Everything that can be refused is refused here, before any work.
     validate(cfg, parallel.world_size_from_environment())
     name = run_name(cfg, HydraConfig.get().overrides.task)
     ranks = parallel.start(cfg.device)
-    stop_requested = parallel.stop_requests()
     torch.manual_seed(cfg.seed + ranks.rank)
 
-    # ---- Run folder and data: the main rank makes them, the others find them.
+    # ---- Data and run folder: the main rank makes them, the others find them.
+    with parallel.main_first(ranks):
+        prepared = prepare(cfg.data, val_tokens=cfg.eval.tokens)
+        tokenizer = prepared.tokenizer
+        vocab_size = padded_vocab_size(cfg, tokenizer.n_vocab)
+    stop_requested = parallel.stop_requests()
     run, resumed = None, None
     with parallel.main_first(ranks):
         if ranks.is_main:
-            run, resumed = open_run(cfg, name, print)
-        prepared = prepare(cfg.data, val_tokens=cfg.eval.tokens)
-        if ranks.is_main:
-            prepared.tokenizer.save(run / "tokenizer")
+            run, resumed = open_run(cfg, name, tokenizer, print, closing)
     run, resumed = parallel.from_main((run, resumed))
-    tokenizer = prepared.tokenizer
 
     # ---- Model. `model` is what is saved, loaded and sampled from; `forward`, compiled and wrapped, is what is called.
     is_cuda = ranks.device.type == "cuda"
     bf16 = cfg.dtype == "bf16" or (cfg.dtype == "auto" and is_cuda)
     compute_dtype = torch.bfloat16 if bf16 else torch.float32
-    vocab_size = padded_vocab_size(cfg, tokenizer.n_vocab)
     model = Transformer(cfg.model, cfg.ffn, vocab_size, tokenizer.n_vocab, compute_dtype)
     model.init_weights(cfg.seed)
     model.to(ranks.device)
@@ -74,8 +80,9 @@ def main(cfg: Config) -> None:
     # stretch it unless optim.schedule.horizon says so.
     optimizers = build_optimizer(model, cfg.optim, ranks.device)
     steps = total_steps(cfg)
-    own_horizon = steps * (cfg.batch.tokens if cfg.optim.schedule.unit == "tokens" else 1)
-    horizon = cfg.optim.schedule.horizon or (resumed["horizon"] if resumed else own_horizon)
+    per_unit = cfg.batch.tokens if cfg.optim.schedule.unit == "steps" else 1  # tokens
+    first_length = resumed["horizon_tokens"] if resumed else steps * cfg.batch.tokens
+    horizon = cfg.optim.schedule.horizon or first_length // per_unit
     schedule = Schedule(cfg.optim.schedule, horizon)
 
     # ---- Batches: the tokens of a step depend on (seed, step) alone; validation windows are always the same.
@@ -96,10 +103,14 @@ def main(cfg: Config) -> None:
     if resumed:
         checkpoint.restore(run, at.step, saved, ranks.rank, ranks.device)
         loader.load_state_dict(resumed["loader"])
+    if ranks.is_main:
+        describe_run(run, cfg, tokenizer)
 
     # ---- Say what will happen.
     wandb_id = resumed["wandb_id"] if resumed else None
     tracker = Tracker(cfg, run, is_main=ranks.is_main, total_steps=steps, wandb_id=wandb_id, step=at.step)
+    closing.callback(tracker.close)
+    closing.callback(loader.close)
     log = tracker.print
     n_micro = accumulation_steps(cfg, ranks.world_size)
     log(f"{run}: {model.n_params:,} parameters, {model.n_params_without_embedding:,} without the embedding")
@@ -109,7 +120,7 @@ def main(cfg: Config) -> None:
     )
     if resumed:
         log(f"resuming from step {at.step}" + (", which was the last" if at.step >= steps else ""))
-    if horizon != own_horizon:
+    if horizon * per_unit != steps * cfg.batch.tokens:
         log(f"the schedule ends at {horizon} {cfg.optim.schedule.unit}; optim.schedule.horizon=N changes that")
     reference = resumed["reference"] if resumed else None
     if reference is None:  # what counting reaches on the validation windows of all ranks
@@ -118,6 +129,7 @@ def main(cfg: Config) -> None:
     host_read = HostRead(ranks.device)
     watch = StopWatch()
     profiler = Profiler(run, cfg.profile if ranks.is_main else 0, log)
+    closing.callback(profiler.close)
     totals = torch.zeros(3, dtype=torch.float64, device=ranks.device)  # nats, L1, tokens since the last record
     nonfinite_in_a_row, waited, stop = 0, 0.0, False
 
@@ -212,7 +224,7 @@ def main(cfg: Config) -> None:
         if at.step == steps or (at.step % cfg.eval.interval == 0 and not stop):
             val = validate_model(forward, val_batches, token_bytes, routing)
             at.val_loss, at.val_step = val["val/loss"], at.step
-            if ranks.is_main and cfg.eval.sample_tokens:
+            if ranks.is_main and cfg.eval.sample_tokens and math.isfinite(at.val_loss):
                 val["val/sample"] = sample_text(model, tokenizer, cfg.eval.prompt, cfg.eval.sample_tokens, cfg.seed)
             tracker.record(at.step, at.tokens, val | reference)
             log(validation_line(at.step, val | reference))
@@ -220,8 +232,13 @@ def main(cfg: Config) -> None:
         # ---- Save.
         if saving:
             at.note_checkpoint()
-            meta = {"config": OmegaConf.to_container(cfg, resolve=True), "progress": asdict(at), "horizon": horizon}
-            meta |= {"loader": loader.state_dict(), "tokenizer": tokenizer.identity, "reference": reference}
+            meta = {"config": OmegaConf.to_container(cfg, resolve=True), "progress": asdict(at)}
+            meta |= {
+                "horizon_tokens": horizon * per_unit,
+                "loader": loader.state_dict(),
+                "tokenizer": tokenizer.identity,
+                "reference": reference,
+            }
             meta |= {"wandb_id": tracker.wandb_id}
             checkpoint.save(run, at.step, saved | checkpoint.rng_tensors(ranks.rank, ranks.device), meta)
             if ranks.is_main:
@@ -231,9 +248,6 @@ def main(cfg: Config) -> None:
     # ---- The end: all steps done, or asked to stop (the same command continues).
     if stop:
         log(f"stopped at step {at.step} of {steps}; the same command continues")
-    profiler.close()
-    loader.close()
-    tracker.close()
     parallel.finish()
     if stop:
         raise SystemExit(0)  # ends a sweep, too

@@ -69,6 +69,7 @@ def test_a_run_learns_and_leaves_every_documented_metric(tmp_path):
     assert [r["step"] for r in records if "val/loss" in r] == [10, 20, 30]
     run = tmp_path / "runs" / "a"
     assert {path.name for path in run.iterdir()} == {
+        ".lock",
         "checkpoints",
         "config.yaml",
         "metrics.jsonl",
@@ -109,6 +110,39 @@ def test_a_longer_run_does_not_stretch_the_schedule_silently(tmp_path, capsys):
     rates = {r["step"]: r["train/lr"] for r in records if "train/lr" in r}
     assert "the schedule ends at 6 steps" in capsys.readouterr().out
     assert rates[7] == rates[8] == rates[9] == rates[6]
+
+
+def test_another_unit_on_resume_keeps_the_schedule(tmp_path):
+    train_tiny(tmp_path, "name=a", "steps=6", "optim.schedule.warmup=0")
+    tokens = ("optim.schedule.unit=tokens", "optim.schedule.warmup=0")
+    resumed = train_tiny(tmp_path, "name=a", "steps=8", *tokens)
+    whole = train_tiny(tmp_path, "name=b", "steps=8", "optim.schedule.horizon=1536", *tokens)
+    rates = [[r["train/lr"] for r in records if "train/lr" in r] for records in (resumed, whole)]
+    assert rates[0] == pytest.approx(rates[1])
+
+
+def test_a_refused_resume_leaves_the_run_as_it_is(tmp_path):
+    bpe = ("name=a", "steps=2", "data.tokenizer=bpe", "data.bpe_vocab_size=300")
+    train_tiny(tmp_path, *bpe)
+    run = tmp_path / "runs" / "a"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    (tmp_path / "texts" / "new.txt").write_text("something else entirely: quick brown foxes " * 20)
+    with pytest.raises(UserError, match=r"cannot continue the data stream|was trained with another"):
+        train_tiny(tmp_path, *bpe)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_a_model_that_diverged_is_still_saved_and_not_sampled(tmp_path, monkeypatch):
+    step = torch.optim.AdamW.step
+
+    def diverge(self, *args, **kwargs):
+        step(self, *args, **kwargs)
+        self.param_groups[0]["params"][0].data.fill_(math.nan)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", diverge)
+    records = train_tiny(tmp_path, "name=a", "steps=1")
+    assert records[-1]["val/loss"] is None and "val/sample" not in records[-1]
+    assert checkpoint.valid_steps(tmp_path / "runs" / "a") == [1]
 
 
 def test_a_finished_run_started_again_does_nothing(tmp_path, capsys):
@@ -176,11 +210,7 @@ def test_a_skipped_step_changes_nothing_but_the_position(tmp_path, monkeypatch):
 
 def test_too_many_nonfinite_steps_end_the_run(tmp_path):
     with pytest.raises(UserError, match=r"2 steps in a row were not finite"):
-        train_module_main(tmp_path, "name=a", "steps=50", "optim.lr=1e30", "optim.clip=0", "max_nonfinite=2")
-
-
-def train_module_main(folder: Path, *overrides: str) -> None:
-    train_tiny(folder, *overrides)
+        train_tiny(tmp_path, "name=a", "steps=50", "optim.lr=1e30", "optim.clip=0", "max_nonfinite=2")
 
 
 def test_one_host_read_per_step(tmp_path, monkeypatch):
@@ -234,6 +264,7 @@ def test_a_sweep_gives_each_job_its_own_run(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=subprocess_environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     runs = sorted((tmp_path / "runs").iterdir())
+    runs = [run for run in runs if run.is_dir()]  # Hydra leaves a multirun.yaml beside them
     assert len(runs) == 2 and all(len(losses(read_metrics(run))) == 2 for run in runs)
 
 

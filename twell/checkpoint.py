@@ -43,13 +43,15 @@ def valid_steps(run: Path) -> list[int]:
 
 
 def read_meta(run: Path, step: int) -> dict:
-    """meta.json of one checkpoint; CheckpointError if a newer version of this code wrote it."""
-    path = folder(run, step) / META
-    meta = json.loads(path.read_text())
-    if meta["format"] > FORMAT:
-        raise CheckpointError(
-            f"{path.parent}: format {meta['format']} is newer than this code's {FORMAT}; update the code"
-        )
+    """meta.json of one checkpoint; CheckpointError if it is damaged or a newer version of this code wrote it."""
+    path = folder(run, step)
+    try:
+        meta = json.loads((path / META).read_text())
+        written_by = meta["format"]
+    except (OSError, ValueError, KeyError) as error:
+        raise _damaged(run, step, error) from error
+    if written_by > FORMAT:
+        raise CheckpointError(f"{path}: format {written_by} is newer than this code's {FORMAT}; update the code")
     return meta
 
 
@@ -57,34 +59,46 @@ def save(run: Path, step: int, tensors: dict[str, Tensor], meta: dict) -> None:
     """Write the checkpoint of `step`; every rank calls this with its own tensors.
 
     Tensors of the same name on several ranks are taken to be equal and are written once. Returns when the checkpoint
-    is complete on disk.
+    is complete on disk. Raises CheckpointError when it cannot be written (a full disk); earlier checkpoints stay.
     """
     final = folder(run, step)
     unfinished = final.with_name(UNFINISHED + final.name)
-    if _is_main():
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
+    try:
+        if _is_main():
+            _remove(unfinished)
+            unfinished.mkdir(parents=True)
+            _check_space(unfinished, tensors)
+        _barrier()
+        writer = dcp.FileSystemWriter(unfinished, sync_files=True)
+        with _quiet_dcp():
+            dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+        if _is_main():
+            with open(unfinished / META, "w") as file:
+                json.dump({**meta, "format": FORMAT, "step": step}, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            _remove(final)
+            os.replace(unfinished, final)
+            _sync_folder(final.parent)
+    except (OSError, RuntimeError, dcp.CheckpointException) as error:
+        free = shutil.disk_usage(run).free / 1e9
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{final}: cannot be written ({reason}; {free:.1f} GB free on that disk)") from error
     _barrier()
-    with _quiet_dcp():
-        dcp.save(
-            tensors, storage_writer=dcp.FileSystemWriter(unfinished, sync_files=True), no_dist=not dist.is_initialized()
-        )
-    if _is_main():
-        with open(unfinished / META, "w") as file:
-            json.dump({**meta, "format": FORMAT, "step": step}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(unfinished, final)
-        _sync_folder(final.parent)
-    _barrier()
+
+
+def _check_space(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Refuse before writing what the disk cannot hold."""
+    needed, free = sum(t.nbytes for t in tensors.values()), shutil.disk_usage(path).free
+    if needed > free:
+        raise OSError(f"{needed / 1e9:.1f} GB needed")
 
 
 def prune(run: Path, keep: int, best_step: int | None) -> None:
     """Remove all but the newest `keep` checkpoints and the best one."""
     for step in valid_steps(run)[:-keep]:
         if step != best_step:
-            shutil.rmtree(folder(run, step))
+            _remove(folder(run, step))
 
 
 def remove_unfinished(run: Path, log: Callable[[str], None]) -> None:
@@ -102,14 +116,20 @@ def load(run: Path, step: int, tensors: dict[str, Tensor]) -> set[str]:
     """
     path = folder(run, step)
     reader = dcp.FileSystemReader(path)
-    stored = reader.read_metadata().state_dict_metadata
+    try:
+        stored = reader.read_metadata().state_dict_metadata
+    except Exception as error:  # whatever unpickling a damaged file raises
+        raise _damaged(run, step, error) from error
     for name, tensor in tensors.items():
         entry = stored.get(name)
         if isinstance(entry, TensorStorageMetadata) and entry.size != tensor.shape:
             raise CheckpointError(f"{path}: {name} is {list(entry.size)} there and {list(tensor.shape)} in this model")
     wanted = {name: tensor for name, tensor in tensors.items() if name in stored}
-    with _quiet_dcp():
-        dcp.load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
+    try:
+        with _quiet_dcp():
+            dcp.load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
+    except (OSError, RuntimeError, dcp.CheckpointException) as error:
+        raise _damaged(run, step, error) from error
     return tensors.keys() - wanted.keys()
 
 
@@ -128,7 +148,7 @@ def load_model(run: Path, model: nn.Module, which: str = "latest") -> dict:
         step = read_meta(run, steps[-1])["progress"]["best_step"]
         if step is None:
             raise CheckpointError(f"{run}: no best checkpoint, since none was validated; use latest or a step")
-    elif which.isdigit():
+    elif which.isdecimal():
         step = int(which)
     else:
         raise CheckpointError(f"checkpoint {which!r}: must be latest, best or a step; there are {_listed(steps)}")
@@ -167,6 +187,22 @@ def restore(run: Path, step: int, tensors: dict[str, Tensor], rank: int, device:
     torch.set_rng_state(rng[f"rng.cpu.rank{rank}"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(rng[f"rng.cuda.rank{rank}"], device)
+
+
+def _damaged(run: Path, step: int, error: Exception) -> CheckpointError:
+    earlier = [s for s in valid_steps(run) if s < step]
+    advice = f"delete it to continue from step {earlier[-1]}" if earlier else "there is no earlier one"
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    return CheckpointError(f"{folder(run, step)}: damaged ({reason}); {advice}")
+
+
+def _remove(path: Path) -> None:
+    """Delete a checkpoint's folder; a kill in the middle leaves nothing that looks like a valid one."""
+    doomed = path.with_name(f"{UNFINISHED}{path.name}.removed")
+    shutil.rmtree(doomed, ignore_errors=True)
+    if path.exists():
+        os.replace(path, doomed)
+        shutil.rmtree(doomed)
 
 
 def _listed(steps: list[int]) -> str:

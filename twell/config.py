@@ -1,25 +1,23 @@
-"""The configuration: its schema, and every check that can be made before any work starts.
+"""The configuration: its schema, how a command line becomes one, and what follows from it.
 
-The dataclasses are the schema that Hydra enforces (unknown key, wrong type); `validate` adds what a type cannot
-say: allowed values, ranges, and combinations of keys. Every error names the key, its value and what is allowed.
-Each knob is documented here, once; configs/ only sets values.
+The dataclasses are the schema that Hydra enforces (unknown key, wrong type); twell/checks.py adds what a type cannot
+say. Each knob is documented here, once; configs/ only sets values.
 """
 
 import dataclasses
 import difflib
 import functools
+import itertools
 import os
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import hydra
-import torch
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from twell.errors import UserError
@@ -210,21 +208,28 @@ def hydra_main(main: Callable[[DictConfig], None]) -> Callable[[], None]:
             entry()
         except (HydraException, OmegaConfBaseException) as error:
             report(error)
-        if failed:
-            sys.exit(2)
+        except KeyboardInterrupt:
+            print("interrupted; the same command continues", file=sys.stderr)
+            sys.exit(130)
+        finally:  # also when a sweep is stopped after one of its jobs failed
+            if failed:
+                sys.exit(2)
 
     return run
 
 
 def explain(error: BaseException) -> str:
     """The message of a configuration mistake in one or two lines, with the keys that would have been allowed."""
+    if isinstance(error, UserError):
+        return str(error)
     cause = error
     while cause.__cause__ is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__
-    first_line = (str(cause) or str(error)).splitlines()[0]
     if not isinstance(cause, OmegaConfBaseException) or cause.full_key is None:
-        return str(error)
-    message = f"{cause.full_key}: {first_line}"
+        return _first_line(error)
+    message = f"{cause.full_key}: {_first_line(cause)}"
+    if "ListConfig" in message:
+        message += f"; a list is written {cause.full_key}=[...]"
     schema = cause.object_type
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and dataclasses.is_dataclass(schema):
         names = [f.name for f in dataclasses.fields(schema)]
@@ -232,6 +237,16 @@ def explain(error: BaseException) -> str:
         hint = f"did you mean {close[0]!r}? " if close else ""
         message += f"; {hint}allowed here: {', '.join(names)}"
     return message
+
+
+def _first_line(error: BaseException) -> str:
+    """The first line of a message, and the choices of a group if Hydra lists them below it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    options = next((i for i, line in enumerate(lines) if line.startswith("Available options")), None)
+    if options is None:
+        return lines[0]
+    names = itertools.takewhile(lambda line: not line.startswith("Config search path"), lines[options + 1 :])
+    return f"{lines[0]}; allowed are {', '.join(names)}"
 
 
 def padded_vocab_size(cfg: Config, n_vocab: int) -> int:
@@ -264,140 +279,3 @@ def total_steps(cfg: Config) -> int:
     if cfg.tokens is not None:
         return -(-cfg.tokens // cfg.batch.tokens)
     return cfg.steps
-
-
-CHOICES = {
-    "ffn.kind": ("dense_silu", "dense_relu", "sparse", "sparse_nongated"),
-    "ffn.impl": ("auto", "triton", "torch"),
-    "ffn.l1.norm": ("sum", "mean"),
-    "data.source": ("stdlib", "text", "jsonl", "hf", "shards"),
-    "optim.kind": ("adamw", "muon"),
-    "optim.schedule.kind": ("cosine", "wsd", "linear", "constant"),
-    "optim.schedule.unit": ("steps", "tokens"),
-    "wandb.mode": ("auto", "online", "offline", "disabled"),
-    "resume": ("auto", "never"),
-    "device": ("auto", "cpu", "cuda"),
-    "dtype": ("auto", "bf16", "fp32"),
-}
-AT_LEAST = {
-    "model.n_layers": 1,
-    "model.d_model": 1,
-    "model.n_heads": 1,
-    "model.n_kv_heads": 1,
-    "model.seq_len": 1,
-    "ffn.d_ff": 1,
-    "ffn.l1.coef": 0,
-    "ffn.l1.warmup_steps": 0,
-    "data.bpe_vocab_size": 258,
-    "data.shard_tokens": 1,
-    "data.workers": 1,
-    "batch.tokens": 1,
-    "batch.micro": 1,
-    "optim.lr": 0,
-    "optim.muon_lr": 0,
-    "optim.eps": 0,
-    "optim.weight_decay": 0,
-    "optim.clip": 0,
-    "optim.schedule.warmup": 0,
-    "optim.schedule.decay": 0,
-    "optim.schedule.horizon": 1,
-    "eval.interval": 1,
-    "eval.tokens": 1,
-    "eval.sample_tokens": 0,
-    "checkpoint.interval": 1,
-    "checkpoint.keep": 1,
-    "log.interval": 1,
-    "steps": 1,
-    "tokens": 1,
-    "max_nonfinite": 1,
-    "profile": 0,
-}
-
-
-def validate(cfg: Config, world_size: int = 1) -> None:
-    """Raise ConfigError for the first value or combination in `cfg` that cannot work on `world_size` processes."""
-    _check_values(cfg)
-    _check_model(cfg)
-    _check_data(cfg)
-    _check_schedule(cfg)
-    _check_machine(cfg)
-    accumulation_steps(cfg, world_size)
-
-
-def _check_machine(cfg: Config) -> None:
-    on_gpu = cfg.device != "cpu" and torch.cuda.is_available()
-    if cfg.device == "cuda" and not on_gpu:
-        raise ConfigError("device=cuda, but torch sees no GPU; use device=auto or device=cpu")
-    if cfg.compile and not on_gpu and shutil.which(os.environ.get("CXX", "g++")) is None:
-        raise ConfigError("compile=true on a CPU needs a C++ compiler, and no g++ is on PATH; use compile=false")
-
-
-def _check_values(cfg: Config) -> None:
-    missing = OmegaConf.missing_keys(cfg)
-    if missing:
-        raise ConfigError(f"{', '.join(sorted(missing))}: no value; a group or a preset should set it")
-    for key, allowed in CHOICES.items():
-        value = OmegaConf.select(cfg, key)
-        if value not in allowed:
-            raise ConfigError(f"{key}={value}: allowed are {', '.join(allowed)}")
-    for key, least in AT_LEAST.items():
-        value = OmegaConf.select(cfg, key)
-        if value is not None and not value >= least:
-            raise ConfigError(f"{key}={value}: must be at least {least}")
-    for key, value in (
-        ("data.val_fraction", cfg.data.val_fraction),
-        ("optim.betas[0]", cfg.optim.betas[0] if len(cfg.optim.betas) == 2 else None),
-        ("optim.betas[1]", cfg.optim.betas[-1] if len(cfg.optim.betas) == 2 else None),
-        ("optim.muon_momentum", cfg.optim.muon_momentum),
-    ):
-        if value is None:
-            raise ConfigError(f"optim.betas={list(cfg.optim.betas)}: must be two numbers")
-        if not 0 <= value < 1:
-            raise ConfigError(f"{key}={value}: must be in [0, 1)")
-    if not 0 <= cfg.optim.schedule.min_lr_ratio <= 1:
-        raise ConfigError(f"optim.schedule.min_lr_ratio={cfg.optim.schedule.min_lr_ratio}: must be in [0, 1]")
-    if cfg.steps is None and cfg.tokens is None:
-        raise ConfigError("steps=null and tokens=null: give the length of the run in one of the two")
-
-
-def _check_model(cfg: Config) -> None:
-    m = cfg.model
-    if m.d_model % m.n_heads or (m.d_model // m.n_heads) % 2:
-        raise ConfigError(
-            f"model.d_model={m.d_model} model.n_heads={m.n_heads}: d_model must be n_heads times an even head width"
-        )
-    if m.n_heads % m.n_kv_heads:
-        raise ConfigError(f"model.n_kv_heads={m.n_kv_heads} does not divide model.n_heads={m.n_heads}")
-    dense = cfg.ffn.kind.startswith("dense")
-    if dense and cfg.ffn.l1.coef:
-        raise ConfigError(
-            f"ffn.l1.coef={cfg.ffn.l1.coef} with ffn.kind={cfg.ffn.kind}: L1 needs ffn=sparse or sparse_nongated"
-        )
-    if dense and cfg.ffn.impl == "triton":
-        raise ConfigError(f"ffn.impl=triton with ffn.kind={cfg.ffn.kind}: only the sparse kinds have Triton kernels")
-
-
-def _check_data(cfg: Config) -> None:
-    d = cfg.data
-    if d.source in ("text", "jsonl", "shards") and not d.paths:
-        raise ConfigError(f"data.source={d.source} needs data.paths=[...]: files, folders or globs")
-    if d.source == "hf" and not d.hf_path:
-        raise ConfigError("data.source=hf needs data.hf_path=..., a dataset on the Hub or a builder such as parquet")
-    if d.streaming and d.source != "hf":
-        raise ConfigError(f"data.streaming=true with data.source={d.source}: only data.source=hf streams")
-    if d.streaming and d.tokenizer == "bpe":
-        raise ConfigError(
-            "data.tokenizer=bpe with data.streaming=true: a BPE is trained on prepared text; name a tiktoken encoding"
-        )
-
-
-def _check_schedule(cfg: Config) -> None:
-    s = cfg.optim.schedule
-    ramps = s.warmup + (s.decay if s.kind == "wsd" else 0)
-    # Only against a horizon that was asked for: a short trial of a preset may end within its warm-up.
-    if s.horizon is not None and ramps > s.horizon:
-        raise ConfigError(
-            f"optim.schedule.horizon={s.horizon} is shorter than optim.schedule.warmup={s.warmup}"
-            + (f" + optim.schedule.decay={s.decay}" if s.kind == "wsd" else "")
-            + "; the horizon counts from the start of the run and includes both"
-        )

@@ -7,6 +7,7 @@ One process needs no setup; under torchrun each process reads RANK, LOCAL_RANK a
 import contextlib
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from twell.errors import UserError
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # data preparation on rank 0 makes the others wait
 
@@ -74,8 +77,10 @@ def distribute(model: nn.Module, ranks: Ranks) -> nn.Module:
     if ranks.world_size == 1:
         return model
     devices = [ranks.device.index] if ranks.device.type == "cuda" else None
-    # The only buffer is the table of rotary angles, equal everywhere.
-    return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of broadcast_buffers, whose successor torch 2.11 does not have
+        # The only buffer is the table of rotary angles, equal everywhere.
+        return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False)
 
 
 def gradient_sync(model: nn.Module, last_micro_step: bool) -> contextlib.AbstractContextManager:
@@ -112,22 +117,33 @@ def from_main(value: Any) -> Any:
 def main_first(ranks: Ranks) -> Iterator[None]:
     """The main rank runs the block alone, then the others run it and find its work done.
 
-    An error on the main rank is raised on every rank, so that nobody waits for a process that has gone.
+    If the block fails on some rank, it fails on all, so that nobody waits for a process that has gone: with its own
+    error where it failed, with a UserError that quotes it elsewhere. If it is the main rank, the others just leave.
     """
-    if ranks.is_main:
-        failure = None
-        try:
-            yield
-        except Exception as error:
-            failure = error
-            raise
-        finally:
-            from_main(None if failure is None else f"{type(failure).__name__}: {failure}")
-    else:
-        failure = from_main(None)
-        if failure is not None:
-            raise SystemExit(1)  # the main rank prints why
+    if not ranks.is_main and from_main(None) is not None:
+        raise SystemExit(2)
+    problem = None
+    try:
         yield
+    except BaseException as error:
+        problem = f"rank {ranks.rank}: {str(error) or type(error).__name__}"
+        raise
+    finally:
+        if ranks.is_main:
+            from_main(problem)
+        problems = [] if ranks.is_main and problem else _gather(problem)
+    for problem in problems:
+        if problem is not None:
+            raise UserError(problem)
+
+
+def _gather(value: Any) -> list[Any]:
+    """Every rank's `value`, in the order of the ranks."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def stop_requests() -> Callable[[], bool]:

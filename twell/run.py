@@ -3,16 +3,22 @@
 runs/NAME/  config.yaml  metrics.jsonl  train.log  tokenizer/  checkpoints/  wandb/
 """
 
+import fcntl
 import hashlib
+import math
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from omegaconf import OmegaConf
 
+from data.tokenizer import Tokenizer
 from twell import checkpoint
 from twell.config import Config, ConfigError
+from twell.errors import UserError
 
 # Overrides that do not make another experiment: they stay out of the automatic name.
 NOT_IN_NAME = (
@@ -55,7 +61,7 @@ class Progress:
 
     def note_checkpoint(self) -> None:
         """Call before saving: is this the best checkpoint so far?"""
-        validated = self.val_step == self.step and self.val_loss is not None
+        validated = self.val_step == self.step and self.val_loss is not None and math.isfinite(self.val_loss)
         if validated and (self.best_loss is None or self.val_loss < self.best_loss):
             self.best_loss, self.best_step = self.val_loss, self.step
 
@@ -73,7 +79,7 @@ def run_name(cfg: Config, overrides: Sequence[str]) -> str:
     for override in sorted(overrides):
         key, _, value = override.lstrip("+~").partition("=")
         if key not in GROUPS and not key.startswith(NOT_IN_NAME):
-            parts.append(f"{key.split('.')[-1]}={value}")
+            parts.append(f"{key}={value}")
     full = "-".join(parts)
     name = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in full)
     if len(name) <= LONGEST_NAME:
@@ -81,25 +87,56 @@ def run_name(cfg: Config, overrides: Sequence[str]) -> str:
     return f"{name[:LONGEST_NAME]}-{hashlib.sha256(full.encode()).hexdigest()[:8]}"
 
 
-def open_run(cfg: Config, name: str, log: Callable[[str], None]) -> tuple[Path, dict | None]:
-    """Make or find the run's folder (call it on the main rank only).
+def open_run(
+    cfg: Config, name: str, tokenizer: Tokenizer, log: Callable[[str], None], closing: ExitStack
+) -> tuple[Path, dict | None]:
+    """Make or find the run's folder (call it on the main rank only), and keep other processes out of it.
 
     Returns the folder and the meta of the checkpoint to continue from, None for a fresh start. `resume=never` moves
-    an existing folder of that name aside.
+    an existing folder of that name aside. Of a run to continue, nothing is changed: see `describe_run`. The folder is
+    locked until `closing` is closed. Raises a UserError if it cannot be used or holds another experiment.
     """
     run = Path(cfg.out) / name
-    if cfg.resume == "never" and run.exists():
-        aside = next(p for i in range(1, 10_000) if not (p := run.with_name(f"{name}.old-{i}")).exists())
-        os.replace(run, aside)
-        log(f"resume=never: the earlier run is now {aside}")
-    run.mkdir(parents=True, exist_ok=True)
-    checkpoint.remove_unfinished(run, log)
+    try:
+        if cfg.resume == "never" and run.exists():
+            _lock(run).close()
+            aside = next(p for i in range(1, 10_000) if not (p := run.with_name(f"{name}.old-{i}")).exists())
+            os.replace(run, aside)
+            log(f"resume=never: the earlier run is now {aside}")
+        run.mkdir(parents=True, exist_ok=True)
+        closing.enter_context(_lock(run))
+        checkpoint.remove_unfinished(run, log)
+    except OSError as error:
+        raise UserError(
+            f"out={cfg.out}: cannot use {run} ({error.strerror}); choose another `out` or `name`"
+        ) from error
     steps = checkpoint.valid_steps(run)
     meta = checkpoint.read_meta(run, steps[-1]) if steps else None
     if meta is not None:
         _compare_configs(run, meta["config"], OmegaConf.to_container(cfg, resolve=True), log)
-    OmegaConf.save(cfg, run / "config.yaml", resolve=True)
+        if meta["tokenizer"] != tokenizer.identity:
+            raise UserError(
+                f"data.tokenizer={cfg.data.tokenizer}: {run} was trained with another one (has its text changed?); "
+                "give this experiment another name=..., or start over with resume=never"
+            )
     return run, meta
+
+
+def describe_run(run: Path, cfg: Config, tokenizer: Tokenizer) -> None:
+    """Write the config and the tokenizer into the run's folder, once everything has been accepted."""
+    OmegaConf.save(cfg, run / "config.yaml", resolve=True)
+    tokenizer.save(run / "tokenizer")
+
+
+def _lock(run: Path) -> IO:
+    """Hold the run until the result is closed (or the process dies); UserError if another process does."""
+    file = open(run / ".lock", "a")  # noqa: SIM115 - held as long as the run
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise UserError(f"{run} is in use by another process; wait for it, or give this run another name=...") from None
+    return file
 
 
 def _compare_configs(run: Path, before: dict, now: dict, log: Callable[[str], None]) -> None:

@@ -151,8 +151,7 @@ class Tracker:
         line = {"step": step, "tokens": tokens, "time": round(time.time(), 3), **values}
         self._metrics_file.write(json.dumps(_without_nan(line)) + "\n")
         self._metrics_file.flush()
-        if self.wandb is not None:
-            self.wandb.log({key: value for key, value in line.items() if key != "time"})
+        self._with_wandb(lambda run: run.log({key: value for key, value in line.items() if key != "time"}))
 
     def progress(self, step: int) -> None:
         """Redraw the progress bar, on a terminal only."""
@@ -169,10 +168,19 @@ class Tracker:
         if not self.is_main:
             return
         self._clear_bar()
+        self._with_wandb(lambda run: run.finish())
         self._metrics_file.close()
         self._log_file.close()
-        if self.wandb is not None:
-            self.wandb.finish()
+
+    def _with_wandb(self, action: Callable[[Any], None]) -> None:
+        """Do something with the wandb run, if there is one; when it fails, go on without wandb."""
+        if self.wandb is None:
+            return
+        try:
+            action(self.wandb)
+        except Exception as error:  # a dashboard must not cost the run
+            self.wandb = None
+            self.print(f"wandb: lost ({_reason(error)}); metrics.jsonl goes on")
 
     def _clear_bar(self) -> None:
         if self._bar_shown:
@@ -258,7 +266,11 @@ def _start_wandb(cfg: Config, run: Path, wandb_id: str | None, log: Callable[[st
         log("wandb: not installed, so metrics go to metrics.jsonl only (pip install wandb)")
         return None
     if mode == "auto":
-        mode = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
+        mode = os.environ.get("WANDB_MODE") or "online"
+    if mode == "disabled":
+        return None
+    if mode == "online" and not _has_wandb_key():  # wandb would ask for one
+        mode = "offline"
     options = {
         "id": wandb_id,
         "resume": "allow" if wandb_id else None,
@@ -273,16 +285,20 @@ def _start_wandb(cfg: Config, run: Path, wandb_id: str | None, log: Callable[[st
     for attempt in dict.fromkeys([mode, "offline"]):
         try:
             settings = wandb.Settings(silent=True, console="off", init_timeout=WANDB_TIMEOUT)
-            handle = wandb.init(mode=attempt, settings=settings, **options)
+            handle = wandb.init(mode=attempt, settings=settings, reinit="finish_previous", **options)
             handle.define_metric("tokens")
             handle.define_metric("*", step_metric="tokens")
         except Exception as error:  # whatever wandb raises, a dashboard must not cost the run
-            log(f"wandb: {attempt} failed: {str(error).splitlines()[0]}")
+            log(f"wandb: {attempt} failed: {_reason(error)}")
         else:
             hint = f"; `wandb sync {Path(handle.dir).parent}` uploads it" if attempt == "offline" else ""
             log(f"wandb: {attempt}{hint}")
             return handle
     return None
+
+
+def _reason(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _has_wandb_key() -> bool:

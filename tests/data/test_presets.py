@@ -5,7 +5,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from data.prepare import prepare
-from twell.config import register, validate
+from twell.checks import validate
+from twell.config import register
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 PRESETS = sorted(path.stem for path in (CONFIGS / "data").glob("*.yaml"))

@@ -57,6 +57,36 @@ def test_a_newer_format_is_refused(tmp_path):
         checkpoint.read_meta(tmp_path, 1)
 
 
+@pytest.mark.parametrize("damage", ["__0_0.distcp", ".metadata", "meta.json"])
+def test_a_damaged_checkpoint_names_itself_and_the_one_before(tmp_path, damage):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    path = checkpoint.folder(tmp_path, 2) / damage
+    path.write_bytes(path.read_bytes()[:10])
+    with pytest.raises(CheckpointError, match=r"step-00000002: damaged .*; delete it to continue from step 1"):
+        checkpoint.read_meta(tmp_path, 2)
+        checkpoint.load(tmp_path, 2, {"model.weight": torch.zeros(2, 3)})
+
+
+def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    usage = checkpoint.shutil.disk_usage(tmp_path)._replace(free=10)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(CheckpointError, match=r"step-00000002: cannot be written \(0\.0 GB needed; 0\.0 GB free"):
+        save(tmp_path, 2)
+    assert checkpoint.valid_steps(tmp_path) == [1]
+
+
+def test_a_write_that_fails_is_one_line(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("unexpected pos 704 vs 598\nand a trace")
+
+    monkeypatch.setattr(checkpoint.dcp, "save", fail)
+    with pytest.raises(CheckpointError, match=r"cannot be written \(unexpected pos 704 vs 598; .* GB free") as caught:
+        save(tmp_path, 2)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_folder_without_meta_is_not_a_checkpoint(tmp_path):
     save(tmp_path, 1)
     save(tmp_path, 2)
@@ -77,6 +107,7 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path):
         save(tmp_path, step)
     checkpoint.prune(tmp_path, keep=2, best_step=1)
     assert checkpoint.valid_steps(tmp_path) == [1, 4, 5]
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 3
 
 
 def test_load_model_by_name_and_step(tmp_path):

@@ -3,8 +3,10 @@ import sys
 
 import pytest
 import torch
+from omegaconf.errors import OmegaConfBaseException
 
 from tests.training import compose_config
+from twell.checks import validate
 from twell.config import (
     CONFIG_DIR,
     ConfigError,
@@ -12,7 +14,6 @@ from twell.config import (
     explain,
     padded_vocab_size,
     total_steps,
-    validate,
 )
 
 PRESETS = sorted(path.stem for path in (CONFIG_DIR / "model").glob("*.yaml"))
@@ -57,6 +58,10 @@ def test_paper_recipes_say_which_l1_they_mean():
         ("batch.micro=0", ["batch.micro=0", "at least 1"]),
         ("optim.lr=-1", ["optim.lr=-1", "at least 0"]),
         ("optim.lr=nan", ["optim.lr=nan"]),
+        ("optim.lr=inf", ["optim.lr=inf", "finite"]),
+        ("model.norm_eps=-1", ["model.norm_eps=-1", "above 0"]),
+        ("seed=99999999999999999999", ["seed=99999999999999999999", "2^63"]),
+        ("optim.schedule.kind=wsd", ["wsd", "optim.schedule.decay"]),
         ("data.val_fraction=1.0", ["data.val_fraction=1.0", "[0, 1)"]),
         ("optim.betas=[0.9]", ["optim.betas=[0.9]", "two numbers"]),
         ("model.n_kv_heads=3", ["model.n_kv_heads=3", "model.n_heads=4"]),
@@ -82,6 +87,13 @@ def test_what_cannot_work_is_refused_naming_flag_value_and_choices(override, par
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["+foo", "+model.layers", "++stepz"])
+def test_keys_added_by_force_are_refused_too(key):
+    with pytest.raises(OmegaConfBaseException) as caught:
+        validate(compose_config(f"{key}=3"))
+    assert key.lstrip("+") in explain(caught.value) and "allowed here" in explain(caught.value)
+
+
 def test_what_the_machine_lacks_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("PATH", "/nowhere")
@@ -89,6 +101,9 @@ def test_what_the_machine_lacks_is_refused(monkeypatch):
         validate(compose_config("compile=true"))
     with pytest.raises(ConfigError, match="device=cuda, but torch sees no GPU"):
         validate(compose_config("device=cuda"))
+    monkeypatch.setattr("twell.checks.unsupported", lambda device, dtype, d_model: "no GPU")
+    with pytest.raises(ConfigError, match=r"ffn\.impl=triton: no GPU; use ffn\.impl=auto"):
+        validate(compose_config("ffn.impl=triton"))
 
 
 def test_l1_and_triton_are_refused_for_dense_kinds():
@@ -105,6 +120,9 @@ def test_l1_and_triton_are_refused_for_dense_kinds():
         ("modle.d_model=1", ["modle", "did you mean 'model'"]),
         ("optim.lr=fast", ["optim.lr", "'fast'"]),
         ("batch.micro=1.5", ["batch.micro", "1.5"]),
+        ("data.paths=x", ["data.paths", "data.paths=[...]"]),
+        ("model=huge", ["model/huge", "allowed are", "124m", "nano"]),
+        ("steps", ["steps"]),
     ],
 )
 def test_unknown_keys_and_wrong_types_are_explained(override, parts):

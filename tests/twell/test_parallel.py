@@ -30,9 +30,17 @@ for last in (False, True):
         wrapped(torch.full((1, 1), float(ranks.rank))).sum().backward()
     expected = (0.0 + 1.0) / 2 * 2 if last else float(ranks.rank)
     assert net.weight.grad.item() == expected, (ranks.rank, last, net.weight.grad)
-if sys.argv[1] == "fail":
+if sys.argv[1] == "main":
     with parallel.main_first(ranks):
         raise ValueError("main is broken")
+if sys.argv[1] == "other":
+    try:
+        with parallel.main_first(ranks):
+            if ranks.rank == 1:
+                raise ValueError("the other is broken")
+    except Exception as error:
+        print(type(error).__name__, error, flush=True)
+        assert "the other is broken" in str(error)
 parallel.finish()
 """
 
@@ -55,8 +63,17 @@ def test_two_ranks_reduce_share_and_average_gradients(tmp_path):
 def test_a_failure_on_the_main_rank_ends_the_others_too(tmp_path):
     script = tmp_path / "two.py"
     script.write_text(TWO_RANKS)
-    done = torchrun(str(script), "fail")
+    done = torchrun(str(script), "main")
     assert done.returncode != 0 and "main is broken" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_failure_on_another_rank_reaches_the_main_one(tmp_path):
+    script = tmp_path / "two.py"
+    script.write_text(TWO_RANKS)
+    done = torchrun(str(script), "other")
+    assert done.returncode == 0, done.stderr
+    assert "ValueError the other is broken" in done.stdout and "UserError rank 1: the other is broken" in done.stdout
 
 
 def test_one_process_needs_no_setup():

@@ -1,29 +1,36 @@
 import json
+import math
+from contextlib import ExitStack
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
+from data.tokenizer import ByteTokenizer, load_tokenizer
 from tests.training import compose_config
 from twell import checkpoint
 from twell.config import ConfigError
-from twell.run import Progress, open_run, run_name
+from twell.errors import UserError
+from twell.run import Progress, describe_run, open_run, run_name
+
+BYTES = ByteTokenizer()
 
 
-def start(tmp_path, *overrides, lines=None):
+def start(tmp_path, *overrides, lines=None, tokenizer=BYTES):
     cfg = compose_config(f"out={tmp_path}", "name=a", *overrides)
-    return cfg, *open_run(cfg, "a", (lines if lines is not None else []).append)
+    with ExitStack() as closing:
+        return cfg, *open_run(cfg, "a", tokenizer, (lines if lines is not None else []).append, closing)
 
 
 def save_checkpoint(cfg, run, step=3):
-    meta = {"config": OmegaConf.to_container(cfg, resolve=True)}
+    meta = {"config": OmegaConf.to_container(cfg, resolve=True), "tokenizer": BYTES.identity}
     checkpoint.save(run, step, {"model.w": torch.ones(2)}, meta)
 
 
 def test_the_same_command_gives_the_same_name():
     overrides = ["optim.lr=1e-3", "ffn=dense_relu", "seed=7", "wandb.mode=disabled", "eval.interval=3"]
     cfg = compose_config(*overrides)
-    assert run_name(cfg, overrides) == run_name(cfg, overrides[::-1]) == "nano-dense_relu-stdlib-lr=1e-3-seed=7"
+    assert run_name(cfg, overrides) == run_name(cfg, overrides[::-1]) == "nano-dense_relu-stdlib-optim.lr=1e-3-seed=7"
 
 
 def test_a_name_given_is_the_name():
@@ -43,9 +50,38 @@ def test_long_names_are_cut_but_stay_different():
     assert a != b and len(a) < 120
 
 
-def test_a_fresh_run_has_its_config_and_nothing_to_resume(tmp_path):
-    _, run, resumed = start(tmp_path)
-    assert resumed is None and OmegaConf.load(run / "config.yaml").model.name == "nano"
+def test_a_fresh_run_has_nothing_to_resume_and_is_described_when_all_is_accepted(tmp_path):
+    cfg, run, resumed = start(tmp_path)
+    assert resumed is None and [path.name for path in run.iterdir()] == [".lock"]
+    describe_run(run, cfg, BYTES)
+    assert OmegaConf.load(run / "config.yaml").model.name == "nano"
+    assert load_tokenizer(run / "tokenizer").identity == BYTES.identity
+
+
+def test_a_run_in_use_is_refused_to_others_until_it_ends(tmp_path):
+    cfg = compose_config(f"out={tmp_path}", "name=a")
+    with ExitStack() as closing:
+        open_run(cfg, "a", BYTES, print, closing)
+        for resume in ("auto", "never"):
+            with pytest.raises(UserError, match="a is in use by another process"):
+                start(tmp_path, f"resume={resume}")
+    start(tmp_path)
+
+
+def test_another_tokenizer_is_refused(tmp_path):
+    class Other(ByteTokenizer):
+        identity = "f" * 64
+
+    cfg, run, _ = start(tmp_path)
+    save_checkpoint(cfg, run)
+    with pytest.raises(UserError, match=r"data\.tokenizer=bytes: .* trained with another one"):
+        start(tmp_path, tokenizer=Other())
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"out=.*file: cannot use"):
+        start(tmp_path / "file")
 
 
 def test_an_existing_run_is_resumed_from_its_newest_checkpoint(tmp_path):
@@ -98,6 +134,14 @@ def test_progress_knows_the_best_checkpoint():
     at.step, at.val_loss = 5, 1.0  # validated at step 4, not at the step that is saved
     at.note_checkpoint()
     assert at.best_step == 2
+
+
+def test_a_loss_that_is_not_finite_is_never_the_best():
+    at = Progress(step=2, val_step=2, val_loss=math.nan)
+    at.note_checkpoint()
+    at.step, at.val_step, at.val_loss = 4, 4, 5.0
+    at.note_checkpoint()
+    assert at.best_step == 4
 
 
 def test_progress_survives_json():

@@ -98,6 +98,35 @@ def test_an_unreachable_server_means_offline(start, tmp_path, monkeypatch, capsy
     assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
 
 
+def test_online_without_a_key_is_offline_and_asks_nothing(start, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    start("wandb.mode=online").close()
+    assert "wandb: offline" in capsys.readouterr().out
+
+
+def test_losing_wandb_in_the_middle_costs_nothing_else(start, tmp_path, capsys):
+    class Lost:
+        def log(self, values):
+            raise ConnectionResetError
+
+    tracker = start()
+    tracker.wandb = Lost()
+    for step in (1, 2):
+        tracker.record(step, step, {"train/loss": 1.0})
+    assert capsys.readouterr().out.count("wandb: lost (ConnectionResetError)") == 1
+    assert len(records(tmp_path)) == 2
+
+
+def test_wandb_that_raises_without_words_is_survived(start, monkeypatch, capsys):
+    def fail(**kwargs):
+        raise TimeoutError
+
+    monkeypatch.setattr("wandb.init", fail)
+    assert start("wandb.mode=offline").wandb is None
+    assert "wandb: offline failed: TimeoutError" in capsys.readouterr().out
+
+
 def test_wandb_id_is_kept_over_a_resume(start):
     assert start("wandb.mode=offline", wandb_id="abc123").wandb_id == "abc123"
     assert start(wandb_id="abc123").wandb_id == "abc123"

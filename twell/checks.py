@@ -1,0 +1,169 @@
+"""Every check of a configuration that can be made before any work starts and that a type cannot say: allowed values,
+ranges, combinations of keys, and what this machine lacks. Every error names the key, its value and what is allowed.
+"""
+
+import math
+import os
+import shutil
+
+import torch
+from omegaconf import OmegaConf
+
+from kernels.ops import unsupported
+from twell.config import Config, ConfigError, accumulation_steps
+
+CHOICES = {
+    "ffn.kind": ("dense_silu", "dense_relu", "sparse", "sparse_nongated"),
+    "ffn.impl": ("auto", "triton", "torch"),
+    "ffn.l1.norm": ("sum", "mean"),
+    "data.source": ("stdlib", "text", "jsonl", "hf", "shards"),
+    "optim.kind": ("adamw", "muon"),
+    "optim.schedule.kind": ("cosine", "wsd", "linear", "constant"),
+    "optim.schedule.unit": ("steps", "tokens"),
+    "wandb.mode": ("auto", "online", "offline", "disabled"),
+    "resume": ("auto", "never"),
+    "device": ("auto", "cpu", "cuda"),
+    "dtype": ("auto", "bf16", "fp32"),
+}
+AT_LEAST = {
+    "model.n_layers": 1,
+    "model.d_model": 1,
+    "model.n_heads": 1,
+    "model.n_kv_heads": 1,
+    "model.seq_len": 1,
+    "ffn.d_ff": 1,
+    "ffn.l1.coef": 0,
+    "ffn.l1.warmup_steps": 0,
+    "data.bpe_vocab_size": 258,
+    "data.shard_tokens": 1,
+    "data.workers": 1,
+    "batch.tokens": 1,
+    "batch.micro": 1,
+    "optim.lr": 0,
+    "optim.muon_lr": 0,
+    "optim.eps": 0,
+    "optim.weight_decay": 0,
+    "optim.clip": 0,
+    "optim.schedule.warmup": 0,
+    "optim.schedule.decay": 0,
+    "optim.schedule.horizon": 1,
+    "eval.interval": 1,
+    "eval.tokens": 1,
+    "eval.sample_tokens": 0,
+    "checkpoint.interval": 1,
+    "checkpoint.keep": 1,
+    "log.interval": 1,
+    "steps": 1,
+    "tokens": 1,
+    "max_nonfinite": 1,
+    "profile": 0,
+    "seed": 0,
+}
+POSITIVE = ("model.norm_eps", "model.rope_theta")
+SEEDS = 2**63
+
+
+def validate(cfg: Config, world_size: int = 1) -> None:
+    """Raise ConfigError for the first value or combination in `cfg` that cannot work on `world_size` processes."""
+    # A key added with "+" is not in the schema: merging into a fresh one refuses it.
+    OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(cfg))
+    _check_values(cfg)
+    _check_model(cfg)
+    _check_data(cfg)
+    _check_schedule(cfg)
+    _check_machine(cfg)
+    accumulation_steps(cfg, world_size)
+
+
+def _check_machine(cfg: Config) -> None:
+    on_gpu = cfg.device != "cpu" and torch.cuda.is_available()
+    if cfg.device == "cuda" and not on_gpu:
+        raise ConfigError("device=cuda, but torch sees no GPU; use device=auto or device=cpu")
+    if cfg.compile and not on_gpu and shutil.which(os.environ.get("CXX", "g++")) is None:
+        raise ConfigError("compile=true on a CPU needs a C++ compiler, and no g++ is on PATH; use compile=false")
+    if cfg.ffn.impl == "triton":
+        device, bf16 = (
+            torch.device("cuda" if on_gpu else "cpu"),
+            cfg.dtype == "bf16" or (cfg.dtype == "auto" and on_gpu),
+        )
+        reason = unsupported(device, torch.bfloat16 if bf16 else torch.float32, cfg.model.d_model)
+        if reason is not None:
+            raise ConfigError(f"ffn.impl=triton: {reason}; use ffn.impl=auto or ffn.impl=torch")
+
+
+def _check_values(cfg: Config) -> None:
+    missing = OmegaConf.missing_keys(cfg)
+    if missing:
+        raise ConfigError(f"{', '.join(sorted(missing))}: no value; a group or a preset should set it")
+    for key, allowed in CHOICES.items():
+        value = OmegaConf.select(cfg, key)
+        if value not in allowed:
+            raise ConfigError(f"{key}={value}: allowed are {', '.join(allowed)}")
+    for key, least in AT_LEAST.items():
+        value = OmegaConf.select(cfg, key)
+        if value is not None and not least <= value < math.inf:
+            raise ConfigError(f"{key}={value}: must be at least {least} and finite")
+    for key in POSITIVE:
+        if not 0 < OmegaConf.select(cfg, key) < math.inf:
+            raise ConfigError(f"{key}={OmegaConf.select(cfg, key)}: must be above 0 and finite")
+    if cfg.seed >= SEEDS:
+        raise ConfigError(f"seed={cfg.seed}: must be below 2^63")
+    for key, value in (
+        ("data.val_fraction", cfg.data.val_fraction),
+        ("optim.betas[0]", cfg.optim.betas[0] if len(cfg.optim.betas) == 2 else None),
+        ("optim.betas[1]", cfg.optim.betas[-1] if len(cfg.optim.betas) == 2 else None),
+        ("optim.muon_momentum", cfg.optim.muon_momentum),
+    ):
+        if value is None:
+            raise ConfigError(f"optim.betas={list(cfg.optim.betas)}: must be two numbers")
+        if not 0 <= value < 1:
+            raise ConfigError(f"{key}={value}: must be in [0, 1)")
+    if not 0 <= cfg.optim.schedule.min_lr_ratio <= 1:
+        raise ConfigError(f"optim.schedule.min_lr_ratio={cfg.optim.schedule.min_lr_ratio}: must be in [0, 1]")
+    if cfg.steps is None and cfg.tokens is None:
+        raise ConfigError("steps=null and tokens=null: give the length of the run in one of the two")
+
+
+def _check_model(cfg: Config) -> None:
+    m = cfg.model
+    if m.d_model % m.n_heads or (m.d_model // m.n_heads) % 2:
+        raise ConfigError(
+            f"model.d_model={m.d_model} model.n_heads={m.n_heads}: d_model must be n_heads times an even head width"
+        )
+    if m.n_heads % m.n_kv_heads:
+        raise ConfigError(f"model.n_kv_heads={m.n_kv_heads} does not divide model.n_heads={m.n_heads}")
+    dense = cfg.ffn.kind.startswith("dense")
+    if dense and cfg.ffn.l1.coef:
+        raise ConfigError(
+            f"ffn.l1.coef={cfg.ffn.l1.coef} with ffn.kind={cfg.ffn.kind}: L1 needs ffn=sparse or sparse_nongated"
+        )
+    if dense and cfg.ffn.impl == "triton":
+        raise ConfigError(f"ffn.impl=triton with ffn.kind={cfg.ffn.kind}: only the sparse kinds have Triton kernels")
+
+
+def _check_data(cfg: Config) -> None:
+    d = cfg.data
+    if d.source in ("text", "jsonl", "shards") and not d.paths:
+        raise ConfigError(f"data.source={d.source} needs data.paths=[...]: files, folders or globs")
+    if d.source == "hf" and not d.hf_path:
+        raise ConfigError("data.source=hf needs data.hf_path=..., a dataset on the Hub or a builder such as parquet")
+    if d.streaming and d.source != "hf":
+        raise ConfigError(f"data.streaming=true with data.source={d.source}: only data.source=hf streams")
+    if d.streaming and d.tokenizer == "bpe":
+        raise ConfigError(
+            "data.tokenizer=bpe with data.streaming=true: a BPE is trained on prepared text; name a tiktoken encoding"
+        )
+
+
+def _check_schedule(cfg: Config) -> None:
+    s = cfg.optim.schedule
+    if s.kind == "wsd" and s.decay == 0:
+        raise ConfigError("optim.schedule.kind=wsd needs optim.schedule.decay=N, the length of its final decay")
+    ramps = s.warmup + (s.decay if s.kind == "wsd" else 0)
+    # Only against a horizon that was asked for: a short trial of a preset may end within its warm-up.
+    if s.horizon is not None and ramps > s.horizon:
+        raise ConfigError(
+            f"optim.schedule.horizon={s.horizon} is shorter than optim.schedule.warmup={s.warmup}"
+            + (f" + optim.schedule.decay={s.decay}" if s.kind == "wsd" else "")
+            + "; the horizon counts from the start of the run and includes both"
+        )
