@@ -236,7 +236,10 @@ def check_identity(state: dict[str, Any], identity: dict[str, Any]) -> None:
     """Raises DataError if `state` was taken from another stream of batches than the one `identity` describes."""
     for name, value in identity.items():
         if state.get(name) != value:
+            cause = ""
+            if name == "data":
+                cause = " (its text, data.tokenizer or data.val_fraction, or eval.tokens of a stream, has changed)"
             raise DataError(
-                f"cannot continue the data stream: {name} was {state.get(name)} and is now {value}; "
+                f"cannot continue the data stream: {name} was {state.get(name)} and is now {value}{cause}; "
                 "start a new run or restore the old value"
             )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data import DataError
+from data.crc import joined_crc32
 from data.shards import check_shards, read_header
 from data.tokenizer import Tokenizer, load_tokenizer
 
@@ -34,12 +35,14 @@ class PreparedData:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the token streams themselves: equal for equal contents, wherever and however they were made."""
+        """Identifies the token streams themselves: equal for equal contents, however they are cut into shards."""
         digest = hashlib.sha256(self.tokenizer.identity.encode())
         for split, paths in (("train", self.train), ("val", self.val)):
-            for path in paths:
-                header = read_header(path)
-                digest.update(f"{split} {header.n_tokens} {header.checksum};".encode())
+            n_tokens, checksum = 0, 0
+            for header in map(read_header, paths):
+                n_tokens += header.n_tokens
+                checksum = joined_crc32(checksum, header.checksum, header.n_tokens * header.dtype.itemsize)
+            digest.update(f"{split} {n_tokens} {checksum};".encode())
         return digest.hexdigest()[:16]
 
 

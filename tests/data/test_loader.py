@@ -1,4 +1,5 @@
 import hashlib
+import json
 import resource
 
 import numpy as np
@@ -113,6 +114,24 @@ def test_state_of_another_stream_is_refused(make_set, stream, tmp_path, change, 
     other = make_set([stream if change else stream[::-1]], folder=tmp_path / "other")
     with pytest.raises(DataError, match=f"cannot continue the data stream: {name} was"):
         Loader(other, **(sizes | change)).load_state_dict(state)
+
+
+def test_state_of_other_data_says_what_may_have_changed(make_set, stream, tmp_path):
+    sizes = {"seq_len": 10, "batch_sequences": 8, "micro": 4}
+    state = Loader(make_set([stream]), **sizes).state_dict()
+    with pytest.raises(DataError, match=r"data was \w+ and is now \w+ .its text, data.tokenizer or data.val_fraction"):
+        Loader(make_set([stream[1:]], folder=tmp_path / "other"), **sizes).load_state_dict(state)
+
+
+def test_state_fits_the_same_tokens_in_other_shards(make_set, stream, tmp_path):
+    sizes = {"seq_len": 10, "batch_sequences": 8, "micro": 4}
+    one = Loader(make_set([stream]), **sizes)
+    one.next()
+    several = Loader(make_set([stream[:1], stream[1:400], stream[400:]], folder=tmp_path / "other"), **sizes)
+    several.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert digest(several.next()) == digest(one.next())
+    one.close()
+    several.close()
 
 
 def test_state_fits_any_number_of_ranks(make_set, stream):
