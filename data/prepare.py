@@ -51,6 +51,11 @@ def prepare(cfg: DataConfig, *, val_tokens: int = 1 << 20, log: Callable[[str], 
         return _ready_made(cfg)
     if cfg.streaming and not cfg.val_fraction:
         raise DataError(f"data.val_fraction={cfg.val_fraction} with data.streaming=true: there is nothing to prepare")
+    if cfg.tokenizer == "stored":
+        raise DataError(
+            f"data.tokenizer=stored with data.source={cfg.source}: only ready-made shards (data=shards) have a "
+            "tokenizer stored beside them; use bytes, bpe or a tiktoken encoding such as gpt2"
+        )
     source = open_source(cfg)
     folder = Path(cfg.dir) / f"{cfg.name}-{cfg.tokenizer}-{_fingerprint(cfg, source, val_tokens)}"
     built = None
@@ -71,6 +76,11 @@ def prepare(cfg: DataConfig, *, val_tokens: int = 1 << 20, log: Callable[[str], 
 
 
 def _ready_made(cfg: DataConfig) -> PreparedData:
+    if cfg.tokenizer == "bpe":
+        raise DataError(
+            "data.tokenizer=bpe with data.source=shards: a BPE is trained on text, and shards hold tokens; use stored, "
+            "for the tokenizer that lies beside them, or name the one that they were made with"
+        )
     shards = expand_paths(cfg.paths, suffixes=(".bin",))
     stored = shards[0].parent / TOKENIZER
     tokenizer = load_tokenizer(stored) if cfg.tokenizer == "stored" else make_tokenizer(cfg.tokenizer)

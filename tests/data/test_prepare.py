@@ -265,6 +265,19 @@ def test_ready_made_shards(config, corpus, tmp_path):
         prepare(config("shards", paths=[str(tmp_path / "empty")], tokenizer="bytes"), log=quiet)
 
 
+def test_tokenizers_that_a_source_cannot_have_say_why(config, corpus):
+    with pytest.raises(DataError, match=r"^data.tokenizer=bpe with data.source=shards: .* use stored"):
+        prepare(config("shards", paths=[str(corpus[1])], tokenizer="bpe"), log=quiet)
+    with pytest.raises(DataError, match=r"^data.tokenizer=stored with data.source=jsonl: only ready-made shards"):
+        prepare(config("jsonl", paths=[str(corpus[1])], tokenizer="stored"), log=quiet)
+
+
+def test_fingerprint_does_not_depend_on_the_shards_lengths(config, corpus):
+    sizes = (100_000_000, 30_000, 997)
+    sets = [prepare(config("jsonl", paths=[str(corpus[1])], shard_tokens=size), log=quiet) for size in sizes]
+    assert len({len(made.train) for made in sets}) == 3 and len({made.fingerprint for made in sets}) == 1
+
+
 KILLED = """
 import os, signal, sys
 from data import jsonl, prepare as preparation
