@@ -66,6 +66,11 @@ def tokens_of(loader, steps):
     return [i for _ in range(steps) for batch in loader.next() for i in batch.tokens.flatten().tolist()]
 
 
+def batches_of(loader):
+    """All that the next step's batches hold, flat: for each batch its tokens, targets and doc_ids."""
+    return [[t.flatten().tolist() for t in (b.tokens, b.targets, b.doc_ids)] for b in loader.next()]
+
+
 def test_prepared_like_any_other_source(hf_config, parquet):
     texts = [text for text in parquet[0] if text]
     prepared = prepare(hf_config(), log=quiet)
@@ -121,24 +126,52 @@ def test_validation_windows_come_from_the_first_held_out_documents(hf_config, pa
     assert sum(int((batch.targets >= 0).sum()) for batch in batches) == 200
 
 
-@pytest.mark.parametrize("stop_at", [1, 7, 60, 145])
-def test_stream_resumes_exactly_also_in_a_later_epoch(hf_config, parquet, stop_at):
+@pytest.mark.parametrize("stop_at", [0, 1, 7, 145, 260, 274, 275, 400])
+def test_stream_resumes_exactly_within_an_epoch_and_across_its_end(hf_config, parquet, stop_at):
+    """An epoch ends within step 275, counted from 1."""
     cfg = hf_config(streaming=True)
     prepared = prepare(cfg, val_tokens=200, log=quiet)
-    loader = StreamLoader(cfg, prepared, **SIZES)
-    tokens_of(loader, stop_at)
-    state = json.loads(json.dumps(loader.state_dict()))  # taken while later steps are already made
-    expected = tokens_of(loader, 30)
+    stream = expected_stream(parquet[0])
+    assert len(stream) // 64 == 274
+    loader = StreamLoader(cfg, prepared, **SIZES, mask_documents=True)
+    [loader.next() for _ in range(stop_at)]
+    state = json.dumps(loader.state_dict())  # as in a checkpoint; taken while later steps are already made
+    expected = [batches_of(loader) for _ in range(30)]
+    assert loader.epoch == (stop_at + 30) // 275
     loader.close()
-    second = StreamLoader(cfg, prepared, **SIZES)
-    tokens_of(second, 2)
-    second.load_state_dict(state)
-    assert tokens_of(second, 10) == expected[: 10 * 64]
-    third = StreamLoader(cfg, prepared, **SIZES)
-    third.load_state_dict(second.state_dict())
-    assert tokens_of(third, 20) == expected[10 * 64 :]
+    assert [i for step in expected for batch in step for i in batch[0]] == (stream * 2)[stop_at * 64 :][: 30 * 64]
+
+    second = StreamLoader(cfg, prepared, **SIZES, mask_documents=True)
+    second.next()  # what it did before does not matter
+    second.load_state_dict(json.loads(state))
+    assert json.dumps(second.state_dict()) == state
+    assert [batches_of(second) for _ in range(10)] == expected[:10]
+    third = StreamLoader(cfg, prepared, **SIZES, mask_documents=True)
+    third.load_state_dict(json.loads(json.dumps(second.state_dict())))
+    assert [batches_of(third) for _ in range(20)] == expected[10:]
     second.close()
     third.close()
+
+
+def test_a_process_of_its_own_continues_from_the_checkpoints_file(hf_config, tmp_path):
+    cfg = hf_config(streaming=True)
+    loader = StreamLoader(cfg, prepare(cfg, val_tokens=200, log=quiet), **SIZES, mask_documents=True)
+    [loader.next() for _ in range(260)]
+    (tmp_path / "meta.json").write_text(
+        json.dumps({"config": vars(cfg), "sizes": SIZES, "loader": loader.state_dict()})
+    )
+    code = (
+        "import sys, json; from twell.config import DataConfig; from data.prepare import prepare\n"
+        "from data.stream import StreamLoader; from tests.data.test_stream import batches_of\n"
+        "meta = json.load(open(sys.argv[1])); cfg = DataConfig(**meta['config'])\n"
+        "loader = StreamLoader(cfg, prepare(cfg, val_tokens=200), **meta['sizes'], mask_documents=True)\n"
+        "loader.load_state_dict(meta['loader'])\n"
+        "print(json.dumps([batches_of(loader) for _ in range(30)])); loader.close()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "meta.json")]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert json.loads(out.stdout) == [batches_of(loader) for _ in range(30)]
+    loader.close()
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -155,7 +188,7 @@ def test_ranks_share_the_documents(hf_config, parquet, world_size):
 
 @pytest.mark.slow
 def test_two_ranks_save_and_load_together(hf_config, parquet, tmp_path):
-    """The state that any rank saves brings back every rank's own position."""
+    """The state that any rank saves brings back every rank's own position, also across the end of an epoch."""
     cfg = hf_config(streaming=True)
     prepare(cfg, val_tokens=200, log=quiet)
     code = (
@@ -165,11 +198,12 @@ def test_two_ranks_save_and_load_together(hf_config, parquet, tmp_path):
         "sizes = json.loads(sys.argv[2]) | dict(rank=dist.get_rank(), world_size=2)\n"
         "loader = StreamLoader(cfg, prepare(cfg, val_tokens=200), **sizes)\n"
         "step = lambda loader: [b.tokens.tolist() for b in loader.next()]\n"
-        "[step(loader) for _ in range(20)]; states = [None, None]\n"
+        "[step(loader) for _ in range(240)]; states = [None, None]\n"
         "dist.all_gather_object(states, loader.state_dict()); assert states[0] == states[1]\n"
-        "expected = [step(loader) for _ in range(10)]; loader.close()\n"
-        "again = StreamLoader(cfg, prepare(cfg, val_tokens=200), **sizes); again.load_state_dict(states[0])\n"
-        "assert [step(again) for _ in range(10)] == expected; again.close()\n"
+        "assert loader.epoch == 0; state = json.loads(json.dumps(states[0]))\n"
+        "expected = [step(loader) for _ in range(60)]; assert loader.epoch == 1; loader.close()\n"
+        "again = StreamLoader(cfg, prepare(cfg, val_tokens=200), **sizes); again.load_state_dict(state)\n"
+        "assert [step(again) for _ in range(60)] == expected; again.close()\n"
         "both = [None, None]; dist.all_gather_object(both, expected); assert both[0] != both[1]\n"
         "dist.destroy_process_group()"
     )
