@@ -45,10 +45,16 @@ def next_token(
 
     temperature 0 takes the most probable id. `top_k` keeps the k most probable ids, then `top_p` the fewest of them, in
     falling order, whose probabilities sum to at least p (arXiv 1904.09751): always at least one.
+    Raises UserError for logits that are NaN or +inf, or all -inf: those of a diverged model.
     """
+    logits = logits.float()
+    highest = logits.amax(-1, keepdim=True)  # [n, 1]; NaN where there is one
+    if not highest.isfinite().all():
+        raise UserError("the model's logits are not finite: its training has diverged; use an earlier checkpoint")
     if temperature == 0:
         return logits.argmax(-1)
-    logits = logits.float() / temperature
+    # From the highest down, and by a divisor whose reciprocal is finite: 0 stays 0, the others may reach -inf.
+    logits = (logits - highest) / max(temperature, torch.finfo(torch.float32).tiny)
     if top_k is not None:
         kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]  # [n, 1]
         logits = logits.masked_fill(logits < kth, -torch.inf)
@@ -145,6 +151,11 @@ def load_run(run: Path, which: str, device: torch.device) -> tuple[Transformer, 
         raise ConfigError(f"run={run}: no run there ({path} is missing)")
     cfg = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
     tokenizer = load_tokenizer(run / "tokenizer")
+    steps = checkpoint.valid_steps(run)  # without any, load_model says so
+    if steps and checkpoint.read_meta(run, steps[-1])["tokenizer"] != tokenizer.identity:
+        raise ConfigError(
+            f"run={run}: {run / 'tokenizer'} is not the tokenizer that its checkpoints were trained with; put that back"
+        )
     dtype = torch.float32 if cfg.dtype == "fp32" or device.type == "cpu" else torch.bfloat16
     model = Transformer(cfg.model, cfg.ffn, padded_vocab_size(cfg, tokenizer.n_vocab), tokenizer.n_vocab, dtype)
     model.to(device)
@@ -176,10 +187,11 @@ def _check(cfg: GenerateConfig) -> None:
         (cfg.run != "", "run", "name the run's folder, e.g. run=runs/NAME"),
         (cfg.n >= 1, "n", "must be at least 1"),
         (cfg.max_new_tokens >= 1, "max_new_tokens", "must be at least 1"),
-        (cfg.temperature >= 0, "temperature", "must be at least 0; 0 takes the most probable token"),
+        (0 <= cfg.temperature <= 1e6, "temperature", "must be from 0, the most probable token, to 1e6, any token"),
         (cfg.top_k is None or cfg.top_k >= 1, "top_k", "must be at least 1, or null"),
         (cfg.top_p is None or 0 < cfg.top_p <= 1, "top_p", "must be in (0, 1], or null"),
-        (cfg.checkpoint in ("latest", "best") or cfg.checkpoint.isdigit(), "checkpoint", "latest, best or a step"),
+        (-(1 << 63) <= cfg.seed < 1 << 64, "seed", "must be a number of 64 bits"),
+        (cfg.checkpoint in ("latest", "best") or cfg.checkpoint.isdecimal(), "checkpoint", "latest, best or a step"),
         (cfg.device in ("auto", "cpu", "cuda"), "device", "must be auto, cpu or cuda"),
         (cfg.device != "cuda" or torch.cuda.is_available(), "device", "torch sees no GPU; use auto or cpu"),
     )

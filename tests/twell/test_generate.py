@@ -9,11 +9,12 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from data.tokenizer import ByteTokenizer
+from data.tokenizer import END_OF_TEXT, BPETokenizer, ByteTokenizer
 from tests.twell.small import N_VOCAB, build, ffn_config, model_config
 from twell import checkpoint
 from twell.config import Config, ConfigError
-from twell.generate import generate, main, next_token, parse, sample_text
+from twell.errors import UserError
+from twell.generate import generate, load_run, main, next_token, parse, sample_text
 from twell.model import Transformer
 
 EOT = 58
@@ -52,6 +53,24 @@ def test_next_token_follows_the_probabilities():
     assert (ids == 1).float().mean().item() == pytest.approx(0.4, abs=0.02)
     cold = next_token(LOGITS.expand(20000, -1), 0.5, None, None, rng())
     assert (cold == 1).float().mean().item() == pytest.approx(0.16 / 0.30, abs=0.02)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-42, 1e-300])
+def test_hardly_any_temperature_is_greedy(temperature: float):
+    assert drawn(LOGITS, temperature=temperature) == {1}
+    assert drawn(LOGITS - 1000, temperature=temperature, top_k=3, top_p=0.9) == {1}
+    assert drawn(torch.tensor([[2.0, 5.0, 5.0]]), temperature=temperature) == {1, 2}
+
+
+def test_the_highest_temperature_draws_every_token_alike():
+    assert drawn(LOGITS, temperature=1e6) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [[0.0, torch.nan], [torch.inf, 0.0], [-torch.inf, -torch.inf]])
+def test_logits_of_a_diverged_model_are_refused(bad: list[float], temperature: float):
+    with pytest.raises(UserError, match=r"^the model's logits are not finite: its training has diverged"):
+        next_token(torch.tensor([[0.0, 1.0], bad]), temperature, None, None, rng())
 
 
 def test_greedy_sampling_equals_full_forward_passes():
@@ -124,7 +143,8 @@ def run(tmp_path: Path) -> Path:
     folder.mkdir()
     OmegaConf.save(cfg, folder / "config.yaml")
     ByteTokenizer().save(folder / "tokenizer")
-    checkpoint.save(folder, 7, checkpoint.model_tensors(byte_model()), {"config": OmegaConf.to_container(cfg)})
+    meta = {"config": OmegaConf.to_container(cfg), "tokenizer": ByteTokenizer.identity}
+    checkpoint.save(folder, 7, checkpoint.model_tensors(byte_model()), meta)
     return folder
 
 
@@ -140,6 +160,20 @@ def test_command_samples_from_a_run(run: Path, capfd: pytest.CaptureFixture[str]
     assert capfd.readouterr().out == expected + "\n"
 
 
+@pytest.mark.parametrize("seed", [-(2**63), 2**64 - 1])
+def test_every_seed_that_is_accepted_works(run: Path, seed: int, capfd: pytest.CaptureFixture[str]):
+    main([f"run={run}", "max_new_tokens=1", f"seed={seed}", "device=cpu"])
+    assert "step 7" in capfd.readouterr().err
+
+
+def test_another_tokenizer_than_the_checkpoints_is_refused(run: Path):
+    ranks = {bytes([i]): 255 - i for i in range(256)}  # as many ids as there were, in another order
+    BPETokenizer("reversed", ".", ranks, {END_OF_TEXT: 256}).save(run / "tokenizer")
+    with pytest.raises(UserError, match="is not the tokenizer that its checkpoints were trained with") as caught:
+        load_run(run, "latest", torch.device("cpu"))
+    assert "\n" not in str(caught.value) and str(run / "tokenizer") in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -147,11 +181,15 @@ def test_command_samples_from_a_run(run: Path, capfd: pytest.CaptureFixture[str]
         ("run=x topk=3", "topk=3: expected KEY=VALUE with KEY one of run, prompt"),
         ("run=x fast", "fast: expected KEY=VALUE"),
         ("run=x n=0", "n=0: must be at least 1"),
-        ("run=x temperature=-1", "temperature=-1.0: must be at least 0"),
+        ("run=x temperature=-1", "temperature=-1.0: must be from 0"),
+        ("run=x temperature=inf", "temperature=inf: must be from 0"),
+        ("run=x temperature=nan", "temperature=nan: must be from 0"),
+        ("run=x seed=99999999999999999999", "seed=99999999999999999999: must be a number of 64 bits"),
         ("run=x top_k=0", "top_k=0: must be at least 1"),
         ("run=x top_p=1.5", "top_p=1.5: must be in"),
         ("run=x max_new_tokens=0", "max_new_tokens=0: must be at least 1"),
         ("run=x checkpoint=newest", "checkpoint=newest: latest, best or a step"),
+        ("run=x checkpoint=²", "checkpoint=²: latest, best or a step"),
         ("run=x device=tpu", "device=tpu: must be auto, cpu or cuda"),
     ],
 )
