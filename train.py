@@ -73,8 +73,7 @@ def train(cfg: Config, closing: ExitStack) -> None:
     use_compile = is_cuda if cfg.compile is None else cfg.compile
     forward = torch.compile(model, fullgraph=True, dynamic=False) if use_compile else model
     forward = parallel.distribute(forward, ranks)
-
-    routing = Routing(model, ranks.device, compute_dtype)
+    routing = Routing(model, ranks.device, compute_dtype)  # what the sparse kernels remember from step to step
 
     # ---- Optimizer and schedule. The schedule's end is fixed when the run is first started: a longer run does not
     # stretch it unless optim.schedule.horizon says so.
@@ -232,14 +231,15 @@ def train(cfg: Config, closing: ExitStack) -> None:
         # ---- Save.
         if saving:
             at.note_checkpoint()
-            meta = {"config": OmegaConf.to_container(cfg, resolve=True), "progress": asdict(at)}
-            meta |= {
+            meta = {
+                "config": OmegaConf.to_container(cfg, resolve=True),
+                "progress": asdict(at),
                 "horizon_tokens": horizon * per_unit,
                 "loader": loader.state_dict(),
                 "tokenizer": tokenizer.identity,
                 "reference": reference,
+                "wandb_id": tracker.wandb_id,
             }
-            meta |= {"wandb_id": tracker.wandb_id}
             checkpoint.save(run, at.step, saved | checkpoint.rng_tensors(ranks.rank, ranks.device), meta)
             if ranks.is_main:
                 checkpoint.prune(run, cfg.checkpoint.keep, at.best_step if cfg.checkpoint.best else None)
