@@ -62,7 +62,9 @@ class L1Config:
 class FFNConfig:
     kind: str = MISSING  # dense_silu | dense_relu | sparse | sparse_nongated
     d_ff: int = MISSING  # hidden width used by this kind: model.d_ff, or model.d_ff_nongated
-    impl: str = "auto"  # sparse kinds: auto | triton | torch
+    # sparse kinds: triton = always compute only the non-zeros, in kernels/; torch = dense products; auto = as torch,
+    # until choosing per layer during training has been measured to be faster
+    impl: str = "auto"
     l1: L1Config = field(default_factory=L1Config)
 
 

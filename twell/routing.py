@@ -11,10 +11,6 @@ from torch import Tensor, nn
 from kernels.ops import unsupported
 from twell.ffn import SparseFFN
 
-# Measured on an H200 (results/kernels-h200.json): from d_model 2048 on the kernels win at densities up to 4 %; at 1024
-# and less, no gain has been measured yet.
-AUTO_FROM_WIDTH = 2048
-
 
 class Routing:
     """The states of a model's sparse layers, in the order of the layers."""
@@ -26,9 +22,8 @@ class Routing:
         self._states = []
         for layer in self._layers:
             d_ff, d_model = layer.w_up.shape
-            pays = device.type == "cuda" and d_model >= AUTO_FROM_WIDTH
-            wanted = layer.impl == "triton" or (layer.impl == "auto" and pays)
-            if wanted and unsupported(device, dtype, d_model) is None:
+            # auto stays on torch until choosing per layer during training has been measured to be faster
+            if layer.impl == "triton" and unsupported(device, dtype, d_model) is None:
                 from kernels.state import FFNState  # needs triton
 
                 layer.state = FFNState(d_ff, device)
