@@ -62,6 +62,14 @@ def train(cfg: Config, closing: ExitStack) -> None:
         if ranks.is_main:
             run, resumed = open_run(cfg, name, tokenizer, print, closing)
     run, resumed = parallel.from_main((run, resumed))
+    steps = total_steps(cfg)
+    at = Progress(**resumed["progress"]) if resumed else Progress()
+    if at.step >= steps:
+        if ranks.is_main:
+            print(f"{run} is complete: step {at.step}, validation loss {at.val_loss} (of step {at.val_step})")
+            print(f"name={run.name} steps=N trains on to step N; resume=never starts over")
+        parallel.finish()
+        return
 
     # ---- Model. `model` is what is saved, loaded and sampled from; `forward`, compiled and wrapped, is what is called.
     is_cuda = ranks.device.type == "cuda"
@@ -78,7 +86,6 @@ def train(cfg: Config, closing: ExitStack) -> None:
     # ---- Optimizer and schedule. The schedule's end is fixed when the run is first started: a longer run does not
     # stretch it unless optim.schedule.horizon says so.
     optimizers = build_optimizer(model, cfg.optim, ranks.device)
-    steps = total_steps(cfg)
     per_unit = cfg.batch.tokens if cfg.optim.schedule.unit == "steps" else 1  # tokens
     first_length = resumed["horizon_tokens"] if resumed else steps * cfg.batch.tokens
     horizon = cfg.optim.schedule.horizon or first_length // per_unit
@@ -98,7 +105,6 @@ def train(cfg: Config, closing: ExitStack) -> None:
     # ---- What a checkpoint holds; continue where the last one was taken.
     meter = SparsityMeter(cfg.model.n_layers, cfg.ffn.d_ff, ranks.device, ranks.world_size)
     saved = checkpoint.model_tensors(model) | optimizer_state(model, optimizers) | meter.state()
-    at = Progress(**resumed["progress"]) if resumed else Progress()
     if resumed:
         checkpoint.restore(run, at.step, saved, ranks.rank, ranks.device)
         loader.load_state_dict(resumed["loader"])
@@ -118,7 +124,7 @@ def train(cfg: Config, closing: ExitStack) -> None:
         f"{cfg.batch.micro} sequences x {cfg.model.seq_len}, on {ranks.device.type} in {compute_dtype}"
     )
     if resumed:
-        log(f"resuming from step {at.step}" + (", which was the last" if at.step >= steps else ""))
+        log(f"resuming from step {at.step}")
     if horizon * per_unit != steps * cfg.batch.tokens:
         log(f"the schedule ends at {horizon} {cfg.optim.schedule.unit}; optim.schedule.horizon=N changes that")
     reference = resumed["reference"] if resumed else None

@@ -268,10 +268,10 @@ def accumulation_steps(cfg: Config, world_size: int) -> int:
     per_micro_step = cfg.batch.micro * cfg.model.seq_len * world_size
     if cfg.batch.tokens % per_micro_step:
         lower = cfg.batch.tokens // per_micro_step * per_micro_step
+        choices = f"{lower} or {lower + per_micro_step}" if lower else f"{per_micro_step}, or a smaller batch.micro"
         raise ConfigError(
             f"batch.tokens={cfg.batch.tokens} is not a multiple of batch.micro={cfg.batch.micro} x model.seq_len="
-            f"{cfg.model.seq_len} x WORLD_SIZE={world_size} = {per_micro_step}; "
-            f"use {lower or per_micro_step} or {lower + per_micro_step}"
+            f"{cfg.model.seq_len} x WORLD_SIZE={world_size} = {per_micro_step}; use {choices}"
         )
     return cfg.batch.tokens // per_micro_step
 

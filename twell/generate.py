@@ -166,6 +166,10 @@ def load_run(run: Path, which: str, device: torch.device) -> tuple[Transformer, 
 def parse(arguments: Sequence[str]) -> GenerateConfig:
     """key=value arguments, checked; ConfigError (or OmegaConf's own error) names the first that is wrong."""
     names = [field.name for field in dataclasses.fields(GenerateConfig)]
+    if {"-h", "--help"} & set(arguments):
+        defaults = "\n".join(f"    {field.name}={field.default}" for field in dataclasses.fields(GenerateConfig))
+        print(f"{__doc__}\nDefaults:\n\n{defaults}")
+        sys.exit(0)
     values = OmegaConf.structured(GenerateConfig)  # converts, and refuses what does not convert
     prompt = ""
     for argument in arguments:

@@ -22,18 +22,9 @@ from twell.errors import UserError
 
 # Overrides that do not make another experiment: they stay out of the automatic name.
 NOT_IN_NAME = (
-    "name",
-    "out",
-    "resume",
-    "device",
-    "profile",
-    "wandb.",
-    "log.",
-    "eval.",
-    "checkpoint.",
-    "data.workers",
-    "data.dir",
-)
+    "name", "out", "resume", "device", "profile", "wandb.", "log.", "eval.", "checkpoint.", "data.workers", "data.dir",
+    "data.name",
+)  # fmt: skip
 LONGEST_NAME = 100
 # The groups are in the name already, by the preset they chose.
 GROUPS = ("model", "ffn", "data")

@@ -205,3 +205,10 @@ def test_mistakes_are_one_line_with_exit_code_2(argument: str, message: str):
     done = subprocess.run([sys.executable, "-m", "twell.generate", argument], capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
+
+
+def test_help_shows_every_key_and_its_default(capsys):
+    with pytest.raises(SystemExit) as end:
+        parse(["--help"])
+    printed = capsys.readouterr().out
+    assert end.value.code == 0 and "temperature=0.8" in printed and "python -m twell.generate" in printed
