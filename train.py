@@ -73,8 +73,7 @@ def train(cfg: Config, closing: ExitStack) -> None:
 
     # ---- Model. `model` is what is saved, loaded and sampled from; `forward`, compiled and wrapped, is what is called.
     is_cuda = ranks.device.type == "cuda"
-    bf16 = cfg.dtype == "bf16" or (cfg.dtype == "auto" and is_cuda)
-    compute_dtype = torch.bfloat16 if bf16 else torch.float32
+    compute_dtype = parallel.compute_dtype(cfg.dtype, ranks.device.type)
     model = Transformer(cfg.model, cfg.ffn, vocab_size, tokenizer.n_vocab, compute_dtype)
     model.init_weights(cfg.seed)
     model.to(ranks.device)

@@ -16,12 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from twell.errors import UserError
+from twell import parallel
+from twell.errors import UserError, first_line
 
 FORMAT = 1  # raised when the layout changes in a way that older code cannot read
 META = "meta.json"
@@ -64,15 +64,15 @@ def save(run: Path, step: int, tensors: dict[str, Tensor], meta: dict) -> None:
     final = folder(run, step)
     unfinished = final.with_name(UNFINISHED + final.name)
     try:
-        if _is_main():
+        if parallel.is_main():
             _remove(unfinished)
             unfinished.mkdir(parents=True)
             _check_space(unfinished, tensors)
-        _barrier()
+        parallel.barrier()
         writer = dcp.FileSystemWriter(unfinished, sync_files=True)
         with _quiet_dcp():
-            dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
-        if _is_main():
+            dcp.save(tensors, storage_writer=writer, no_dist=not parallel.is_distributed())
+        if parallel.is_main():
             with open(unfinished / META, "w") as file:
                 json.dump({**meta, "format": FORMAT, "step": step}, file, indent=1)
                 file.flush()
@@ -82,9 +82,9 @@ def save(run: Path, step: int, tensors: dict[str, Tensor], meta: dict) -> None:
             _sync_folder(final.parent)
     except (OSError, RuntimeError, dcp.CheckpointException) as error:
         free = shutil.disk_usage(run).free / 1e9
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise CheckpointError(f"{final}: cannot be written ({reason}; {free:.1f} GB free on that disk)") from error
-    _barrier()
+    parallel.barrier()
 
 
 def _check_space(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -127,7 +127,7 @@ def load(run: Path, step: int, tensors: dict[str, Tensor]) -> set[str]:
     wanted = {name: tensor for name, tensor in tensors.items() if name in stored}
     try:
         with _quiet_dcp():
-            dcp.load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
+            dcp.load(wanted, storage_reader=reader, no_dist=not parallel.is_distributed())
     except (OSError, RuntimeError, dcp.CheckpointException) as error:
         raise _damaged(run, step, error) from error
     return tensors.keys() - wanted.keys()
@@ -192,8 +192,7 @@ def restore(run: Path, step: int, tensors: dict[str, Tensor], rank: int, device:
 def _damaged(run: Path, step: int, error: Exception) -> CheckpointError:
     earlier = [s for s in valid_steps(run) if s < step]
     advice = f"delete it to continue from step {earlier[-1]}" if earlier else "there is no earlier one"
-    reason = (str(error) or type(error).__name__).splitlines()[0]
-    return CheckpointError(f"{folder(run, step)}: damaged ({reason}); {advice}")
+    return CheckpointError(f"{folder(run, step)}: damaged ({first_line(error)}); {advice}")
 
 
 def _remove(path: Path) -> None:
@@ -207,15 +206,6 @@ def _remove(path: Path) -> None:
 
 def _listed(steps: list[int]) -> str:
     return ", ".join(map(str, steps))
-
-
-def _is_main() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
 
 
 def _sync_folder(path: Path) -> None:

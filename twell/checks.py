@@ -10,6 +10,7 @@ import torch
 from omegaconf import OmegaConf
 
 from kernels.ops import unsupported
+from twell import parallel
 from twell.config import Config, ConfigError, accumulation_steps
 
 CHOICES = {
@@ -82,11 +83,8 @@ def _check_machine(cfg: Config) -> None:
     if cfg.compile and not on_gpu and shutil.which(os.environ.get("CXX", "g++")) is None:
         raise ConfigError("compile=true on a CPU needs a C++ compiler, and no g++ is on PATH; use compile=false")
     if cfg.ffn.impl == "triton":
-        device, bf16 = (
-            torch.device("cuda" if on_gpu else "cpu"),
-            cfg.dtype == "bf16" or (cfg.dtype == "auto" and on_gpu),
-        )
-        reason = unsupported(device, torch.bfloat16 if bf16 else torch.float32, cfg.model.d_model)
+        device = torch.device("cuda" if on_gpu else "cpu")
+        reason = unsupported(device, parallel.compute_dtype(cfg.dtype, device.type), cfg.model.d_model)
         if reason is not None:
             raise ConfigError(f"ffn.impl=triton: {reason}; use ffn.impl=auto or ffn.impl=torch")
 

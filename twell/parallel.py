@@ -61,6 +61,28 @@ def start(device: str) -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size(), place)
 
 
+def is_distributed() -> bool:
+    """Whether this process belongs to a group."""
+    return dist.is_initialized()
+
+
+def is_main() -> bool:
+    """Whether this is the first rank, or the only process."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def barrier() -> None:
+    """Wait until every rank has come here."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def compute_dtype(dtype: str, device_type: str) -> torch.dtype:
+    """The dtype of activations and products that config.dtype asks for: auto is bf16 on a GPU and fp32 on a CPU."""
+    bf16 = dtype == "bf16" or (dtype == "auto" and device_type == "cuda")
+    return torch.bfloat16 if bf16 else torch.float32
+
+
 def finish() -> None:
     """Leave the process group together, so that a following run of the same process starts clean.
 

@@ -20,6 +20,7 @@ import torch
 from omegaconf import OmegaConf
 
 from twell.config import Config
+from twell.errors import first_line
 
 METRICS = {
     "step": "optimizer steps done",
@@ -180,7 +181,7 @@ class Tracker:
             action(self.wandb)
         except Exception as error:  # a dashboard must not cost the run
             self.wandb = None
-            self.print(f"wandb: lost ({_reason(error)}); metrics.jsonl goes on")
+            self.print(f"wandb: lost ({first_line(error)}); metrics.jsonl goes on")
 
     def _clear_bar(self) -> None:
         if self._bar_shown:
@@ -289,16 +290,12 @@ def _start_wandb(cfg: Config, run: Path, wandb_id: str | None, log: Callable[[st
             handle.define_metric("tokens")
             handle.define_metric("*", step_metric="tokens")
         except Exception as error:  # whatever wandb raises, a dashboard must not cost the run
-            log(f"wandb: {attempt} failed: {_reason(error)}")
+            log(f"wandb: {attempt} failed: {first_line(error)}")
         else:
             hint = f"; `wandb sync {Path(handle.dir).parent}` uploads it" if attempt == "offline" else ""
             log(f"wandb: {attempt}{hint}")
             return handle
     return None
-
-
-def _reason(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _has_wandb_key() -> bool:
