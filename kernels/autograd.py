@@ -59,11 +59,13 @@ def forward_pass(
     if state is not None and save:
         state.shape, state.dtype = shape, x.dtype
     seen = None if state is None else state.seen
-    if not force and not decision.runs_sparse(shape, save, x.device, x.dtype):
+    captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    if not force and not decision.runs_sparse(shape, save, x.device, x.dtype, captured):
         return *_dense_forward(x, w_gate, w_up, w_down, counted, seen, save), torch.tensor([DENSE, 0, 0, 0])
     room = None if decision.room is None else decision.room_for(n, h, save)
     sample = None if state is None or not save else state.new_sample(n)
-    out = sparse.forward(x, w_gate, w_up, w_down, counted, decision.order(save), room, seen, save, sample)
+    slots = decision.slots if room is not None and x.element_size() == 2 else 0
+    out = sparse.forward(x, w_gate, w_up, w_down, counted, decision.order(save), room, seen, save, sample, slots)
     memory = out.memory if save else out.memory.new_empty(0)
     layout = torch.tensor([SPARSE, decision.version, out.shape.entries, out.shape.segments])
     return out.y, out.l1, out.rows.count, out.fired, memory, layout

@@ -1,9 +1,11 @@
 """Dispatch: how long each way of running a layer would take, from its firing rates and what this machine can do.
 
-The model is bytes over bandwidth and operations over rate, stage by stage, and never less than the host needs to launch
-it all: the latter decides for small layers. The rates are measured once per process. It
+The model is bytes over bandwidth and operations over rate, stage by stage; the rates are measured once per process. It
 decides two things per layer: how many of its neurons are hot (see hot.py), and whether the whole pass runs dense. Dense
 gives way, and a decision changes, only when the prediction promises more than `HYSTERESIS`.
+
+A pass costs never less than the host needs to launch its kernels, which decides for small layers, unless it is captured
+in a CUDA graph: then the host has nothing to do.
 """
 
 import functools
@@ -21,13 +23,15 @@ HYSTERESIS = 0.03
 class Rates(NamedTuple):
     """What one GPU can do; the defaults were measured on an H200 in bf16."""
 
-    flops: float = 700e12  # dense products, FLOP/s
+    flops: float = 780e12  # dense products, FLOP/s
+    epilogue: float = 2.5e12  # values that the gate product packs on top of that, per second
     gather: float = 9.5e12  # weight rows out of L2 and L1, bytes/s
-    gather_far: float = 6.5e12  # the same when the weights do not fit in L2
+    gather_far: float = 5.5e12  # the same when the weights do not fit in L2
     l2: float = 60e6  # bytes
     tiles: float = 4.6e12  # x and dy rows gathered by the weight gradients, bytes/s
     memory: float = 4.0e12  # device memory, bytes/s
-    entries: float = 2e10  # non-zeros compacted per second; twice as many are moved between packed and dense layouts
+    rows: float = 1e9  # tokens compacted per second, beside their
+    entries: float = 2.6e10  # non-zeros per second; as many are moved between packed and dense layouts
     launch: float = 3e-6  # device time between two small kernels, s
     host: float = 40e-6  # host time to prepare and launch one kernel, s
 
@@ -55,10 +59,8 @@ def dense_costs(shape: Shape, rates: Rates) -> Costs:
     product = 2 * n * d * h / rates.flops
     matrix = n * h * size / rates.memory  # one read or write of an [n, h] matrix
     if gated:
-        gpu = 3 * product + 3 * matrix + 4 * rates.launch, 6 * product + 5 * matrix + 7 * rates.launch
-    else:
-        gpu = 2 * product + 2 * matrix + 3 * rates.launch, 4 * product + 3 * matrix + 5 * rates.launch
-    return Costs(max(gpu[0], 7 * rates.host), max(gpu[1], 11 * rates.host))
+        return Costs(3 * product + 3 * matrix + 4 * rates.launch, 6 * product + 5 * matrix + 7 * rates.launch)
+    return Costs(2 * product + 2 * matrix + 3 * rates.launch, 4 * product + 3 * matrix + 5 * rates.launch)
 
 
 def sparse_costs(shape: Shape, rates: Rates, rate: Tensor, n_hot: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,18 +81,23 @@ def sparse_costs(shape: Shape, rates: Rates, rate: Tensor, n_hot: Tensor) -> tup
     matrix = n * n_hot * size / rates.memory
     stream = n * row / rates.memory  # one read or write of an [n, d] matrix
     gathered = n * cold_nnz * row / (rates.gather if 2 * h * row <= rates.l2 else rates.gather_far)
-    entries = n * rate.sum() / rates.entries
-    hot_entries = 0.5 * n * hot_nnz / rates.entries
+    entries = n / rates.rows + n * rate.sum() / rates.entries
+    hot_entries = n * hot_nnz / rates.entries
     inner = 2 if gated else 1  # matrices beside w_down
 
-    forward = 2 * n * d * h / rates.flops + n * h / 4 / rates.memory + entries + 2 * stream + 5 * rates.launch
+    forward = 2 * n * d * h / rates.flops + n * h / rates.epilogue + entries + 2 * stream + 5 * rates.launch
     forward = forward + gathered * inner + any_hot * (2 * stream + 6 * rates.launch)
     forward = forward + product * inner + matrix * (2 + inner) + hot_entries
     backward = 2 * stream + 5 * rates.launch + gathered * (1 + inner) + hot_entries
     backward = backward + blocks * 2 * row / rates.tiles + blocks * TILE * (1 + inner) * size / rates.memory
     backward = backward + any_hot * (2 * stream + 9 * rates.launch) + product * 3 * inner + matrix * (4 + 2 * inner)
-    host = (9 + 4 * any_hot) * rates.host, (13 + 6 * any_hot) * rates.host
-    return torch.maximum(forward, host[0]), torch.maximum(backward, host[1])
+    return forward, backward
+
+
+def host_costs(rates: Rates, n_hot: int | None) -> Costs:
+    """What the host needs to launch a sparse pass with `n_hot` hot neurons; None: a dense one."""
+    launches = (7, 11) if n_hot is None else (13, 19) if n_hot else (9, 13)
+    return Costs(launches[0] * rates.host, launches[1] * rates.host)
 
 
 def best_n_hot(shape: Shape, rates: Rates, rate: Tensor, backward: bool) -> tuple[int, Costs]:
@@ -114,9 +121,10 @@ def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     w = torch.randn(h, d, device=device, dtype=dtype)
     picked = torch.randint(h, (n, 64), device=device, dtype=torch.int32)
     big = torch.empty(1 << 28, dtype=torch.int8, device=device)
+    target = torch.empty_like(big)
     flops = 2 * n * d * h / _seconds(lambda: x @ w.T)
     gather = picked.numel() * d * x.element_size() / _seconds(lambda: read_rows(w, picked))
-    memory = 2 * big.numel() / _seconds(big.clone)
+    memory = 2 * big.numel() / _seconds(lambda: target.copy_(big))
     scale = gather / default.gather
     return default._replace(
         flops=flops,
@@ -138,15 +146,17 @@ def _host_seconds(run) -> float:
 
 
 def _seconds(run) -> float:
-    """Median time of one call, after enough of them to raise the clocks."""
+    """Median time of one call among several in a row, after enough of them to raise the clocks."""
+    in_a_row = 4
     for _ in range(20):
         run()
     times = []
     for _ in range(9):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        run()
+        for _ in range(in_a_row):
+            run()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
+        times.append(start.elapsed_time(end) / 1e3 / in_a_row)
     return sorted(times)[len(times) // 2]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels import compact, gate, hot, plan, rows, weight_grad
+from kernels import compact, gate, hot, plan, rows, twell, weight_grad
 from kernels.compact import PackedRows, RowsShape
 from kernels.order import TILE, Order
 from kernels.room import Room
@@ -43,29 +43,23 @@ def forward(
     seen: Seen | None,
     save: bool,
     sample: Tensor | None = None,
+    slots: int = 0,
 ) -> SparseForward:
     """`room` None: the buffers are sized by reading the number of non-zeros back, which waits for the device.
 
-    `sample`, int32 [up to n, ceil(h / 32)], receives the occupancy words of the first tokens.
+    `sample`, int32 [up to n, ceil(h / 32)], receives the occupancy words of the first tokens. `slots`: of a TwELL tile,
+    if the gate product is to pack that format; needs `room` and `seen`.
     """
     n, h = x.shape[0], w_up.shape[0]
     gated = w_gate is not None
-    words, scratch = gate.gate(x, w_gate if gated else w_up)
-    if sample is not None:
-        sample.copy_(words[: len(sample)])
-    measured = room is None
-    if measured:
-        room = Room(entries=64 * n, segments=n, blocks=0)
-    while True:
+    w_first = w_gate if gated else w_up
+    if slots:
         shape = RowsShape(n, h, cold_tiles(h, order), room.entries, room.segments, gated and save)
-        memory, packed = compact.compact(words, scratch, order.hot_words, order.rank_of, order.n_hot, shape, counted)
-        if not measured:
-            break
-        entries, segments = packed.needed.tolist()
-        if entries <= room.entries and segments <= room.segments:
-            break
-        room = Room(max(entries, room.entries), max(segments, room.segments), 0)
-    del words, scratch
+        tiles = gate.gate_twell(x, w_first, slots)
+        memory, packed = twell.compact_twell(tiles, order.hot_words, order.rank_of, order.n_hot, shape, counted, seen)
+        del tiles
+    else:
+        memory, packed, shape, room = _from_words(x, w_first, counted, order, room, gated and save, sample)
 
     n_hot = order.n_hot
     l1_parts = torch.empty(2 * n if n_hot else n, dtype=torch.float32, device=x.device)
@@ -82,6 +76,28 @@ def forward(
         l1_parts, packed.count, packed.fired, counted, seen, packed.needed, room.entries, room.segments
     )
     return SparseForward(y, l1, fired, packed, memory, shape)
+
+
+def _from_words(
+    x: Tensor, w: Tensor, counted: Tensor | None, order: Order, room: Room | None, save_up: bool, sample: Tensor | None
+) -> tuple[Tensor, PackedRows, RowsShape, Room]:
+    """(memory, rows, their shape, their room) of relu(x w^T), by way of occupancy words."""
+    n, h = x.shape[0], w.shape[0]
+    words, scratch = gate.gate(x, w)
+    if sample is not None:
+        sample.copy_(words[: len(sample)])
+    measured = room is None
+    if measured:
+        room = Room(entries=64 * n, segments=n, blocks=0)
+    while True:
+        shape = RowsShape(n, h, cold_tiles(h, order), room.entries, room.segments, save_up)
+        memory, packed = compact.compact(words, scratch, order.hot_words, order.rank_of, order.n_hot, shape, counted)
+        if not measured:
+            return memory, packed, shape, room
+        entries, segments = packed.needed.tolist()
+        if entries <= room.entries and segments <= room.segments:
+            return memory, packed, shape, room
+        room = Room(max(entries, room.entries), max(segments, room.segments), 0)
 
 
 def backward(

@@ -26,11 +26,12 @@ from kernels import dispatch
 from kernels.compact import SPLIT
 from kernels.dispatch import Costs, Shape
 from kernels.order import TILE, Order, by_coactivation, by_frequency, make_order, natural, unpack_words
-from kernels.room import PER, Needs, Room, RoomMemory, room_for
+from kernels.room import HEADROOM, PER, Needs, Room, RoomMemory, room_for
 from kernels.sparse import cold_tiles
 from kernels.summary import Seen
 
 SAMPLE = 4096  # tokens from which co-activation is learnt, once for each order
+SLOTS = 16  # of a TwELL tile, until one runs over
 MEMORY = 0.5  # weight of the firing counts of earlier updates
 
 
@@ -44,6 +45,8 @@ class Decision:
     version: int
     train: Order
     infer: Order
+    slots: int = 0  # 32-bit slots of a TwELL tile, 0: the gate product packs a TileBitmap
+    ordered: int = 0  # version that made the orders
     rate: Tensor | None = None  # fp64 [h] on the host, share of tokens on which each neuron fires, in this order
     room: Needs | None = None  # per PER tokens; None: never measured
     grouped: bool = False  # cold neurons by co-activation rather than by frequency
@@ -61,14 +64,24 @@ class Decision:
         sparse = dispatch.sparse_costs(shape, rates, rate, torch.tensor([n_hot]))
         return Costs(*(cost.item() for cost in sparse)), dispatch.dense_costs(shape, rates)
 
-    def runs_sparse(self, shape: Shape, backward: bool, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether a pass over shape.n tokens, with or without a backward, clearly gains from sparsity, as predicted."""
+    def runs_sparse(
+        self, shape: Shape, backward: bool, device: torch.device, dtype: torch.dtype, captured: bool = False
+    ) -> bool:
+        """Whether a pass over shape.n tokens, with or without a backward, clearly gains from sparsity, as predicted.
+
+        captured: it runs in a CUDA graph, so that the host's time to launch it does not count.
+        """
         if self.room is None:
             return False
-        key = (shape, backward, dtype)
+        key = (shape, backward, dtype, captured)
         if key not in self.routes:
-            sparse, dense = self.costs(shape, backward, device, dtype)
-            self.routes[key] = (1 + dispatch.HYSTERESIS) * sparse.total(backward) < dense.total(backward)
+            sparse, dense = (cost.total(backward) for cost in self.costs(shape, backward, device, dtype))
+            if not captured:
+                rates = dispatch.measured_rates(device, dtype)
+                n_hot = self.order(backward).n_hot
+                sparse = max(sparse, dispatch.host_costs(rates, n_hot).total(backward))
+                dense = max(dense, dispatch.host_costs(rates, None).total(backward))
+            self.routes[key] = (1 + dispatch.HYSTERESIS) * sparse < dense
         return self.routes[key]
 
     def room_for(self, n: int, h: int, backward: bool) -> Room:
@@ -82,16 +95,22 @@ class Decision:
 
 
 class FFNState:
-    """The memory of one layer with h neurons whose weights live on `device`."""
+    """The memory of one layer with h neurons whose weights live on `device`.
+
+    packing: how the gate product leaves its result, "bitmap" (`TileBitmap`; faster wherever both were measured) or
+    "twell" (`TwELL`; 16-bit dtypes, and its tiles can run over, which is one more overflow).
+    """
 
     _live: "weakref.WeakValueDictionary[int, FFNState]" = weakref.WeakValueDictionary()
     _keys = itertools.count(1)
 
-    def __init__(self, h: int, device: torch.device | str):
+    def __init__(self, h: int, device: torch.device | str, packing: str = "bitmap"):
+        if packing not in ("bitmap", "twell"):
+            raise ValueError(f"packing={packing!r}: must be bitmap or twell")
         device = torch.device(device)
         self.h = h
         self.seen = Seen(
-            torch.zeros(7, dtype=torch.int64, device=device), torch.zeros(h, dtype=torch.int32, device=device)
+            torch.zeros(8, dtype=torch.int64, device=device), torch.zeros(h, dtype=torch.int32, device=device)
         )
         self.shape: Shape | None = None  # of the latest training pass
         self.dtype: torch.dtype | None = None
@@ -102,7 +121,7 @@ class FFNState:
             None  # int32 [SAMPLE, words], which neurons fired on some tokens since the last update
         )
         order = natural(h, device)
-        self.decision = Decision(0, order, order)
+        self.decision = Decision(0, order, order, slots=SLOTS if packing == "twell" else 0)
         self.decisions = {0: self.decision}  # the latest few: a backward pass uses that of its forward
         # Custom operators take tensors and numbers only, and a number would be baked into a compiled graph.
         key = next(self._keys)
@@ -119,16 +138,21 @@ class FFNState:
         for version in sorted(self.decisions)[:-4]:
             del self.decisions[version]
 
+    @property
+    def wants_sample(self) -> bool:
+        """Whether co-activation is still to be learnt; TwELL has no words to learn it from."""
+        return not self.decision.grouped and self.sample is None and self.decision.slots == 0
+
     def new_sample(self, n: int) -> Tensor | None:
         """Where a pass over n tokens is to leave its occupancy words, if they are wanted and not there yet."""
-        if self.decision.grouped or self.sample is not None:
+        if not self.wants_sample:
             return None
         self.sample = torch.empty(min(n, SAMPLE), -(-self.h // 32), dtype=torch.int32, device=self.seen.numbers.device)
         return self.sample
 
     def learn(self, numbers: Sequence[int], fired: Tensor) -> None:
         """Decide anew from the host copy of `seen`; `fired` int32 [h]."""
-        calls, tokens, *needs, overflow = numbers
+        calls, tokens, *needs, overflow, in_a_tile = numbers
         if calls == 0 or tokens == 0 or self.shape is None:
             return
         self.fired = MEMORY * self.fired + fired
@@ -137,6 +161,7 @@ class FFNState:
         rates = dispatch.measured_rates(self.seen.numbers.device, self.dtype)
 
         old, sample, device = self.decision, self.sample, self.seen.numbers.device
+        slots = max(old.slots, _more_slots(in_a_tile)) if old.slots else 0
         self.sample = None
         permutation = by_frequency(rate)
         n_hot, costs = dispatch.best_n_hot(self.shape, rates, rate[permutation], backward=True)
@@ -145,7 +170,7 @@ class FFNState:
             kept_costs, _ = kept.costs(self.shape, True, device, self.dtype)
             if kept_costs.total(True) < (1 + dispatch.HYSTERESIS) * costs.total(True):
                 room = self.room.learn(needs, bool(overflow))
-                self.decide(replace(kept, version=old.version + 1, room=room))
+                self.decide(replace(kept, version=old.version + 1, room=room, slots=slots))
                 return
         gathers_only, hot_too = (
             dispatch.sparse_costs(self.shape, rates, rate[permutation], torch.tensor([k]))[0].item() for k in (0, n_hot)
@@ -159,14 +184,15 @@ class FFNState:
         train = make_order(permutation, n_hot)
         infer = train if hot_too < gathers_only else make_order(permutation, 0)
         room = self.room.restart(_bounds(needs, rate[n_hot:]))
-        self.decide(Decision(old.version + 1, train, infer, rate, room, sample is not None))
+        version = old.version + 1
+        self.decide(Decision(version, train, infer, slots, version, rate, room, sample is not None))
 
     def state_dict(self) -> dict[str, object]:
         decision = self.decision
         return {
             "fired": self.fired, "tokens": self.tokens, "order": decision.train.order.cpu(), "rate": decision.rate,
             "n_hot": (decision.train.n_hot, decision.infer.n_hot), "grouped": decision.grouped, "room": decision.room,
-            "most": self.room.most, "dtype": self.dtype, "shape": None if self.shape is None else tuple(self.shape),
+            "most": self.room.most, "slots": decision.slots, "dtype": self.dtype, "shape": None if self.shape is None else tuple(self.shape),
         }  # fmt: skip
 
     def load_state_dict(self, saved: dict[str, object]) -> None:
@@ -175,7 +201,14 @@ class FFNState:
         self.shape = None if saved["shape"] is None else Shape(*saved["shape"])
         train, infer = (make_order(permutation, n_hot) for n_hot in saved["n_hot"])
         self.room.room, self.room.most = saved["room"], saved["most"]
-        self.decide(Decision(self.decision.version + 1, train, infer, saved["rate"], saved["room"], saved["grouped"]))
+        version = self.decision.version + 1
+        learnt = (saved["slots"], version, saved["rate"], saved["room"], saved["grouped"])
+        self.decide(Decision(version, train, infer, *learnt))
+
+
+def _more_slots(in_a_tile: int) -> int:
+    """Slots, a multiple of 8, for TwELL tiles that ran over with so many entries (0: none did)."""
+    return -(-(int(HEADROOM * in_a_tile) + 1) // 8) * 8 if in_a_tile else 0
 
 
 def _bounds(needs: Sequence[int], cold_rate: Tensor) -> Needs:
@@ -190,6 +223,18 @@ def _bounds(needs: Sequence[int], cold_rate: Tensor) -> Needs:
 def overflowed(states: Sequence[FFNState]) -> Tensor:
     """Whether any layer ran out of room since the last update: bool scalar on the device."""
     return torch.stack([state.seen.numbers[6] for state in states]).any()
+
+
+def signature(states: Sequence[FFNState]) -> tuple:
+    """What a captured CUDA graph of training passes has baked in: when this changes, capture anew."""
+    return tuple(
+        (
+            state.decision.ordered, state.decision.room, state.decision.slots, state.wants_sample, state.shape,
+            state.shape is not None
+            and state.decision.runs_sparse(state.shape, True, state.seen.numbers.device, state.dtype, captured=True),
+        )
+        for state in states
+    )  # fmt: skip
 
 
 def update(states: Sequence[FFNState]) -> None:

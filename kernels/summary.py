@@ -19,10 +19,10 @@ class Seen(NamedTuple):
     """What a layer has seen since its state was last updated.
 
     numbers: 0 calls, 1 counted tokens, then the most per PER tokens of 2 entries, 3 segments, 4 blocks, 5 segments if
-    no neuron were hot, and 6 whether some pass ran out of room.
+    no neuron were hot, and 6 whether some pass ran out of room; 7 the entries of the fullest TwELL tile that ran over.
     """
 
-    numbers: torch.Tensor  # int64 [7], see below
+    numbers: torch.Tensor  # int64 [8]
     fired: torch.Tensor  # int32 [h], counted tokens on which each neuron fired
 
 

@@ -4,7 +4,8 @@
 
 Here the values already lie beside their columns, and no scratch matrix is needed. Against that, the epilogue has to
 count along every row of a tile, every tile occupies its slots whether used or not, and a tile can run over: a token of
-which more than slots - 1 neurons of one tile fire cannot be represented, and `lost` says so.
+which more than slots - 1 neurons of one tile fire cannot be represented. `Seen` notes that as an overflow, with the
+entries of the fullest tile.
 """
 
 import torch
@@ -15,12 +16,13 @@ from kernels.aot import AotCase
 from kernels.compact import SPLIT, PackedRows, RowsShape, new_rows, put_entries, reserve_row
 from kernels.format import TwELL
 from kernels.order import TILE
+from kernels.summary import Seen
 
 
 @triton.jit
 def twell_compact_kernel(
     packed, hot_words, rank_of, counted, column, value, start, count, hot, segment_row, segment_first, occupied, fired,
-    needed, lost, n, entries, segments, n_hot,
+    needed, numbers, n, entries, segments, n_hot,
     TILES: tl.constexpr, TILES_PADDED: tl.constexpr, SLOTS: tl.constexpr, SLOTS_PADDED: tl.constexpr,
     SPLIT_AT: tl.constexpr, TILE_SIZE: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
@@ -29,7 +31,9 @@ def twell_compact_kernel(
     tile = tl.arange(0, TILES_PADDED)
     place = tl.arange(0, SLOTS_PADDED)
     in_tile = tl.load(packed + tile * SLOTS, mask=tile < TILES, other=0)  # [TILES_PADDED]
-    tl.store(lost, 1, mask=tl.max(in_tile, 0) >= SLOTS)
+    fullest = tl.max(in_tile, 0)
+    tl.store(numbers + 6, 1, mask=fullest >= SLOTS)
+    tl.atomic_max(numbers + 7, fullest.to(tl.int64), mask=fullest >= SLOTS, sem="relaxed")
     stored = (place[None, :] < in_tile[:, None]) & (place[None, :] < SLOTS - 1)
     bits = tl.load(packed + tile[:, None] * SLOTS + 1 + place[None, :], mask=stored, other=0)
     LANES: tl.constexpr = TILES_PADDED * SLOTS_PADDED
@@ -59,25 +63,24 @@ def compact_twell(
     n_hot: int,
     shape: RowsShape,
     counted: torch.Tensor | None,
-) -> tuple[torch.Tensor, PackedRows, torch.Tensor]:
-    """(memory, rows, lost int32 [1]); as `compact.compact`, lost = 1 if a tile ran over its slots."""
+    seen: Seen,
+) -> tuple[torch.Tensor, PackedRows]:
+    """(memory, rows), as `compact.compact`; a tile that ran over its slots is noted in `seen`."""
     n, tiles, slots = twell.slots.shape
-    device = twell.slots.device
-    memory, rows = new_rows(shape, twell.dtype, device)
-    lost = torch.zeros(1, dtype=torch.int32, device=device)
+    memory, rows = new_rows(shape, twell.dtype, twell.slots.device)
     if n > 0:
         twell_compact_kernel[(n,)](
             twell.slots, hot_words, rank_of, rows.count if counted is None else counted, rows.column, rows.value,
             rows.start, rows.count, rows.hot, rows.segment_row, rows.segment_first, rows.occupied, rows.fired,
-            rows.needed, lost, n, shape.entries, shape.segments, n_hot, TILES=tiles,
+            rows.needed, seen.numbers, n, shape.entries, shape.segments, n_hot, TILES=tiles,
             TILES_PADDED=triton.next_power_of_2(tiles), SLOTS=slots, SLOTS_PADDED=triton.next_power_of_2(slots - 1),
             SPLIT_AT=SPLIT, TILE_SIZE=TILE, COUNTED=counted is not None, num_warps=4,
         )  # fmt: skip
-    return memory, rows, lost
+    return memory, rows
 
 
 def aot_cases(arch: int) -> list[AotCase]:
-    types = {"value": "*bf16", "counted": "*i8", "occupied": "*i8", "needed": "*i64"}
+    types = {"value": "*bf16", "counted": "*i8", "occupied": "*i8", "needed": "*i64", "numbers": "*i64"}
     types |= dict.fromkeys(("n", "entries", "segments", "n_hot"), "i32")
     constexprs = {
         "TILES": 44,

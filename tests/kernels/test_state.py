@@ -8,7 +8,7 @@ import torch
 from kernels.dispatch import HYSTERESIS, Costs
 from kernels.ops import sparse_ffn
 from kernels.room import Needs
-from kernels.state import FFNState, overflowed, table, update
+from kernels.state import FFNState, overflowed, signature, table, update
 from tests.kernels.ffn_cases import Case, assert_accurate, make_case, run
 
 
@@ -133,3 +133,19 @@ def test_cold_neurons_are_grouped_once_a_sample_was_seen(device):
     assert sorted(tiles.tolist()) in ([0, 64], [1, 64], [0, 63], [1, 63])
     order = state.decision.train.order
     assert torch.equal(learn(state, case).decision.train.order, order)
+
+
+def test_signature_changes_with_what_a_captured_graph_contains(device):
+    case = make_case(6, 8, 140, "1 %", device=device)
+    state = FFNState(140, device)
+    before = signature([state])
+    run(case, impl="triton", state=state)  # leaves the sample from which co-activation is learnt
+    sampled = signature([state])
+    update([state])  # the first order and room
+    learnt = signature([state])
+    assert len({before, sampled, learnt}) == 3
+    learn(state, case)
+    learn(state, case)
+    settled = signature([state])
+    assert signature([learn(state, case)]) == settled
+    assert signature([with_room(state, "blocks", 1)]) != settled

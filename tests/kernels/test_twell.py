@@ -5,7 +5,9 @@ from kernels.compact import RowsShape
 from kernels.format import Entries, TwELL
 from kernels.gate import gate, gate_twell
 from kernels.order import make_order, unpack_words
+from kernels.state import SLOTS, FFNState, overflowed, update
 from kernels.twell import compact_twell
+from tests.kernels.ffn_cases import assert_accurate, make_case, run
 from tests.kernels.stages import Packed, pack, random_activation, unpack
 
 DTYPE = torch.float16  # bf16 does not interpret
@@ -29,18 +31,41 @@ def test_compaction_gives_the_same_rows_as_words_do(n_hot, device):
     order = expected.order
     shape = RowsShape(9, 200, expected.rows.occupied.shape[0], 9 * 200, 9 * 4, True)
     counted = torch.tensor([1, 0, 1, 1, 1, 0, 1, 1, 1], dtype=torch.int8, device=device)
-    _, rows, lost = compact_twell(twell, order.hot_words, order.rank_of, n_hot, shape, counted)
-    assert not lost
+    seen = FFNState(200, device).seen
+    _, rows = compact_twell(twell, order.hot_words, order.rank_of, n_hot, shape, counted, seen)
+    assert not seen.numbers.any()
     assert torch.equal(unpack(Packed(dense, order, rows)), dense)
     for name in ("occupied", "hot", "count"):
         assert torch.equal(getattr(rows, name), getattr(expected.rows, name)), name
     assert torch.equal(rows.fired, (dense[counted.bool()] != 0).sum(0, dtype=torch.int32))
 
 
-def test_a_tile_that_runs_over_is_reported(device):
+def test_a_tile_that_runs_over_is_noted(device):
     dense = torch.ones(2, 64, device=device, dtype=DTYPE)
     dense[0, 5:] = 0
     twell = TwELL.pack(Entries.of(dense), tile=64, slots=8)
     order = make_order(torch.arange(64, device=device), 0)
-    *_, lost = compact_twell(twell, order.hot_words, order.rank_of, 0, RowsShape(2, 64, 1, 128, 4, False), None)
-    assert lost
+    seen = FFNState(64, device).seen
+    compact_twell(twell, order.hot_words, order.rank_of, 0, RowsShape(2, 64, 1, 128, 4, False), None, seen)
+    assert seen.numbers.tolist() == [0, 0, 0, 0, 0, 0, 1, 64]
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_layer_that_packs_twell(gated, device):
+    """The whole path, forward and backward; the densest tile runs over at first, and the repeated step is exact."""
+    case = make_case(9, 16, 140, "one token", gated=gated, dtype=DTYPE, device=device, masked=True)
+    state = FFNState(140, device, packing="twell")
+    run(case, impl="triton", state=state)  # without room yet: by way of words
+    update([state])
+    run(case, impl="triton", state=state)
+    assert overflowed([state])
+    update([state])
+    assert state.decision.slots > SLOTS
+    output, gradients = run(case, impl="triton", state=state)
+    assert not overflowed([state])
+    assert_accurate(case, output, gradients)
+
+
+def test_an_unknown_packing_is_refused(device):
+    with pytest.raises(ValueError, match="packing='ell': must be bitmap or twell"):
+        FFNState(64, device, packing="ell")
