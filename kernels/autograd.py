@@ -59,7 +59,7 @@ def forward_pass(
     if state is not None and save:
         state.shape, state.dtype = shape, x.dtype
     seen = None if state is None else state.seen
-    captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    captured = state is not None and state.captured
     if not force and not decision.runs_sparse(shape, save, x.device, x.dtype, captured):
         return *_dense_forward(x, w_gate, w_up, w_down, counted, seen, save), torch.tensor([DENSE, 0, 0, 0])
     room = None if decision.room is None else decision.room_for(n, h, save)

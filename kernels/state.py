@@ -112,6 +112,7 @@ class FFNState:
         self.seen = Seen(
             torch.zeros(8, dtype=torch.int64, device=device), torch.zeros(h, dtype=torch.int32, device=device)
         )
+        self.captured = False  # set it before passes that a CUDA graph is to capture, and before their warm-up
         self.shape: Shape | None = None  # of the latest training pass
         self.dtype: torch.dtype | None = None
         self.fired = torch.zeros(h, dtype=torch.float64)  # firing counts, older updates weighing less
@@ -192,7 +193,8 @@ class FFNState:
         return {
             "fired": self.fired, "tokens": self.tokens, "order": decision.train.order.cpu(), "rate": decision.rate,
             "n_hot": (decision.train.n_hot, decision.infer.n_hot), "grouped": decision.grouped, "room": decision.room,
-            "most": self.room.most, "slots": decision.slots, "dtype": self.dtype, "shape": None if self.shape is None else tuple(self.shape),
+            "most": self.room.most, "slots": decision.slots, "dtype": self.dtype,
+            "shape": None if self.shape is None else tuple(self.shape),
         }  # fmt: skip
 
     def load_state_dict(self, saved: dict[str, object]) -> None:
@@ -231,7 +233,7 @@ def signature(states: Sequence[FFNState]) -> tuple:
         (
             state.decision.ordered, state.decision.room, state.decision.slots, state.wants_sample, state.shape,
             state.shape is not None
-            and state.decision.runs_sparse(state.shape, True, state.seen.numbers.device, state.dtype, captured=True),
+            and state.decision.runs_sparse(state.shape, True, state.seen.numbers.device, state.dtype, state.captured),
         )
         for state in states
     )  # fmt: skip
@@ -265,7 +267,7 @@ def table(states: Sequence[FFNState]) -> str:
             n_hot = decision.order(backward).n_hot
             arguments = (state.shape, backward, state.seen.numbers.device, state.dtype)
             sparse, dense = (cost.total(backward) * 1e3 for cost in decision.costs(*arguments))
-            route = "sparse" if decision.runs_sparse(*arguments) else "dense"
+            route = "sparse" if decision.runs_sparse(*arguments, state.captured) else "dense"
             cold = f" {float(decision.rate[n_hot:].sum()):5.1f}" if backward else ""
             line += f" {n_hot:5d}{cold} {route:>6} {sparse:8.3f}/{dense:<8.3f}"
         lines.append(f"{line} {decision.room}")

@@ -44,6 +44,7 @@ class Case:
     forward: Bar = NEVER_SLOWER  # forward without gradients
     n: int = N
     gated: bool = True
+    twell: bool = False  # time the TwELL packing beside the default one
 
     @property
     def shape(self) -> tuple[int, int, int, bool]:
@@ -54,14 +55,17 @@ class Case:
         return f"{self.table} {self.d}x{self.h}{'' if self.gated else ' non-gated'} {self.label}"
 
 
-def synthetic(table: str, d: int, h: int, nnz: float, *bars: Bar, n: int = N, gated: bool = True, spread: float = 0.0):
+def synthetic(
+    table: str, d: int, h: int, nnz: float, *bars: Bar, n: int = N, gated: bool = True, spread: float = 0.0,
+    twell: bool = False,
+):  # fmt: skip
     """A case whose neurons fire by the firing law; `spread`: log-normal sigma over tokens."""
 
     def problem(dtype: torch.dtype, device: torch.device) -> Problem:
         return Problem(FiringLaw(nnz, token_sigma=spread), d, h, gated=gated, dtype=dtype, device=device, seed=d + h)
 
     label = f"nnz {nnz:g}" + ("" if n == N else f" n {n}")
-    return Case(table, label, d, h, problem, *bars, n=n, gated=gated)
+    return Case(table, label, d, h, problem, *bars, n=n, gated=gated, twell=twell)
 
 
 def standard_cases() -> Iterator[Case]:
@@ -75,7 +79,7 @@ def standard_cases() -> Iterator[Case]:
         (1000, NEVER_SLOWER, NEVER_SLOWER),
         (5632, NEVER_SLOWER, NEVER_SLOWER),
     ):
-        yield synthetic("uniform", 2048, 5632, nnz, step, forward)
+        yield synthetic("uniform", 2048, 5632, nnz, step, forward, twell=nnz <= 60)
     for nnz in (15, 30, 60, 120):
         yield synthetic("spread", 2048, 5632, nnz, spread=0.6)
     for nnz, step, forward in (

@@ -60,13 +60,13 @@ def _relu_l1(gated: bool) -> Callable[..., tuple[Tensor, ...]]:
 class Sparse:
     """One sparse layer, with what it learns from the batches that it is shown."""
 
-    def __init__(self, impl: str, h: int, device: torch.device):
+    def __init__(self, impl: str, h: int, device: torch.device, packing: str = "bitmap"):
         self.impl = impl
         self.state = None
         if device.type == "cuda" and impl != "torch":
             from kernels.state import FFNState  # needs triton
 
-            self.state = FFNState(h, device)
+            self.state = FFNState(h, device, packing)
 
     def learn(self, batches: list[tuple[Tensor, Tensor]], weights: Iterable[Tensor | None]) -> None:
         """Show it the batches twice: the first time tells how sparse it is, the second how much room its buffers need

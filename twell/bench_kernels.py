@@ -5,14 +5,17 @@
     python -m twell.bench kernels quick=true                             a smoke test, on any machine
 
 dense = the best of eager and compiled torch; for the step ReLU + L1, for the forward ReLU alone; SiLU is shown beside
-it in the first table. Both sides take turns in one run, over rotating batches; neuron order, capacities and densities
-are learnt from other batches than those timed. A step is forward + backward with the gradients of x and all weights.
+it in the first table. On a GPU every contender, dense or sparse, is timed twice, launched by the host and as a captured
+CUDA graph, and its better time counts: a slow host would otherwise decide about small shapes. Both sides take turns in
+one run, over rotating batches; neuron order, capacities and densities are learnt from other batches than those timed. A
+step is forward + backward with the gradients of x and all weights.
 """
 
 import json
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -125,11 +128,27 @@ class Bench:
         self.case, self.dense, self.device = case, dense, device
         self.problem = case.problem(dtype, device)
         self.weights = self.problem.weights
-        self.sparse = Sparse(impl, case.h, device)
-        self.sparse.learn([self.problem.batch(case.n, number) for number in LEARNT_FROM], self.weights)
         self.batches = [self.problem.batch(case.n, number) for number in TIMED]
         self.leaves = [leaves_of(x, self.weights) for x, _ in self.batches]
-        self.repeats = self.sparse.repair(self.batches, self.weights)
+        learnt_from = [self.problem.batch(case.n, number) for number in LEARNT_FROM]
+        self.sparse, self.repeats = self._learnt("bitmap", impl, learnt_from)
+        self.twell = self._learnt("twell", "triton", learnt_from)[0] if case.twell and device.type == "cuda" else None
+
+    def _learnt(self, packing: str, impl: str, batches: list[tuple]) -> tuple[Sparse, int]:
+        """(a sparse layer that has learnt from `batches`, how often the timed ones made it enlarge its buffers)."""
+        sparse = Sparse(impl, self.case.h, self.device, packing)
+        sparse.learn(batches, self.weights)
+        return sparse, sparse.repair(self.batches, self.weights)
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """What sparse layers run meanwhile is captured: they choose their route as if the host cost nothing."""
+        states = [side.state for side in (self.sparse, self.twell) if side is not None and side.state is not None]
+        for state in states:
+            state.captured = True
+        yield
+        for state in states:
+            state.captured = False
 
     def step(self, ffn: Callable) -> Callable[[int], tuple]:
         return lambda i: gradients_of(ffn(*self.leaves[i]), self.leaves[i], self.batches[i][1])
@@ -142,8 +161,9 @@ def measure_case(bench: Bench, rounds: int) -> dict:
     """Times (ms), errors and memory (bytes) of one case, as they go into the JSON file."""
     case, dense, sparse = bench.case, bench.dense, bench.sparse
     silu = dense.variants("silu") if case.table == "uniform" else {}  # says nothing new in the other tables
-    steps = {name: bench.step(f) for name, f in (dense.variants("relu_l1") | silu | {"sparse": sparse}).items()}
-    forwards = {name: bench.forward(f) for name, f in (dense.variants("relu") | silu | {"sparse": sparse}).items()}
+    ours = {"sparse": sparse} | ({"twell": bench.twell} if bench.twell else {})
+    steps = {name: bench.step(f) for name, f in (dense.variants("relu_l1") | silu | ours).items()}
+    forwards = {name: bench.forward(f) for name, f in (dense.variants("relu") | silu | ours).items()}
     nnz = torch.cat([sparse.full(x, *bench.weights).nnz for x, _ in bench.batches])
     result = {
         "case": case.name,
@@ -152,8 +172,8 @@ def measure_case(bench: Bench, rounds: int) -> dict:
         "h": case.h,
         "gated": case.gated,
         "nnz": _distribution(nnz),
-        "step": _compare(measure.alternate(steps, len(TIMED), rounds, bench.device), "relu_l1"),
-        "forward": _compare(measure.alternate(forwards, len(TIMED), rounds, bench.device), "relu"),
+        "step": _compare(_time(bench, steps, rounds), "relu_l1"),
+        "forward": _compare(_time(bench, forwards, rounds), "relu"),
         "errors": errors(bench.batches[0], bench.weights, sparse, dense.eager["relu_l1"]),
         "memory": {name: _memory(bench, f) for name, f in (dense.variants("relu_l1") | {"sparse": sparse}).items()},
         "decision": sparse.decision(),
@@ -168,10 +188,12 @@ def measure_case(bench: Bench, rounds: int) -> dict:
 def profile_case(bench: Bench, rival: str, ceilings: measure.Ceilings) -> dict:
     """Each stage's time beside its floor, and the time of all kernels, also of the dense `rival`: what would be left of
     both sides if the host cost nothing."""
+    rival = rival.removesuffix(" captured")
     dense, sparse = (bench.step(f) for f in (bench.dense.variants("relu_l1")[rival], bench.sparse))
-    for i in range(len(TIMED)):
-        dense(i), sparse(i)
-    kernels = measure.time_by_kernel(sparse, len(TIMED), 3)
+    with bench.capturing():
+        for i in range(len(TIMED)):
+            dense(i), sparse(i)
+        kernels = measure.time_by_kernel(sparse, len(TIMED), 3)
     work = work_of(bench.batches[0][0], bench.weights, *bench.sparse.layout(bench.case.h))
     all_dense = sum(measure.time_by_kernel(dense, len(TIMED), 3).values())
     return {
@@ -185,9 +207,18 @@ def _distribution(nnz: Tensor) -> dict[str, float]:
     return {"mean": ordered.mean().item(), "p99": ordered[int(0.99 * len(ordered))].item(), "max": ordered[-1].item()}
 
 
+def _time(bench: Bench, contenders: dict[str, Callable], rounds: int) -> dict[str, measure.Timing]:
+    """Each contender as the host launches it and, on a GPU, as a captured graph, in turns."""
+    if bench.device.type == "cuda":
+        for name, contender in list(contenders.items()):
+            with bench.capturing():
+                contenders[f"{name} captured"] = measure.captured(contender, len(TIMED))
+    return measure.alternate(contenders, len(TIMED), rounds, bench.device)
+
+
 def _compare(times: dict[str, measure.Timing], baseline: str) -> dict:
     """The contenders' timings, and the ratio of the best dense `baseline` and of the best SiLU to the sparse one."""
-    sparse = times["sparse"].median
+    sparse = min(timing.median for name, timing in times.items() if name.split()[0] == "sparse")
     comparison = {"times": {name: asdict(timing) for name, timing in times.items()}}
     for key, ffn in (("", baseline), ("_silu", "silu")):
         rivals = {name: timing.median for name, timing in times.items() if name.split()[0] == ffn}

@@ -74,7 +74,22 @@ def print_verdicts(results: dict[Case, dict], failures: list[str]) -> None:
             f"  {case.name:<34} {result['nnz']['mean']:6.1f} | {_cells(case.step, result['step'], verdicts['step'])} "
             f"| {_cells(case.forward, result['forward'], verdicts['forward'])} | {error:5.2f}x | {held}"
         )
+    _print_packings(results)
     print(f"\n{len(missed)} musts missed" + "".join(f"\n  {name}" for name in missed))
+
+
+def _print_packings(results: dict[Case, dict]) -> None:
+    """How the two packings of the gate product compare where both were timed, in ms."""
+    both = [result for result in results.values() if "twell" in result["step"]["times"]]
+    if both:
+        print(f"\n  {'packing, ms (best of launched, captured)':<44} step bitmap  TwELL   forward bitmap  TwELL")
+    for result in both:
+        cells = (
+            f"{min(t['median'] for name, t in result[part]['times'].items() if name.split()[0] == side):.3f}"
+            for part in ("step", "forward")
+            for side in ("sparse", "twell")
+        )
+        print(f"  {result['case']:<44} {'{:>11}  {:>5}   {:>14}  {:>5}'.format(*cells)}")
 
 
 def _cells(bar: Bar, comparison: dict, verdict: str) -> str:
