@@ -26,8 +26,8 @@ from kernels.gate import precision
 from kernels.launch import INTERPRETED, POINTER, capability
 
 MAX_TOKENS = 64  # more are no longer few: their products are bound by arithmetic
-SPLITS = 8  # of the list of firing neurons; with 128 columns each, y of width 2048 then occupies 128 programs
-BD, BJ = 128, 32  # columns and neurons of one block of w_down
+SPLITS, BD = 8, 128  # of the list of firing neurons, and columns of y: at d = 2048 that makes 128 programs
+GROUP = 16  # programs of the gate kernel whose numbers the search for a place looks at together
 
 
 @triton.jit
@@ -75,33 +75,46 @@ def decode_gate_kernel(
         place = block * BH + tl.cumsum(listed, 0) - listed
         tl.store(column + place, j, mask=listed != 0)
         at = value + place[None, :] * T + t[:, None]
-        tl.store(at, a.to(dtype), mask=(listed != 0)[None, :] & (t < T)[:, None])
+        tl.store(at, a.to(dtype), mask=(listed != 0)[None, :])
+
+
+@triton.jit
+def _entry(count, p, group_end, H: tl.constexpr, BH: tl.constexpr, GROUP: tl.constexpr):
+    """Where places p [n] of the whole list lie in the programs' own lists; anywhere for those beyond its end.
+
+    First the group of blocks, whose last places are group_end, then the block in it: [n, GROUP] comparisons each.
+    """
+    past = group_end[None, :] <= p[:, None]  # [n, groups]
+    start = tl.max(tl.where(past, group_end[None, :], 0), 1)
+    first = tl.sum(past.to(tl.int32), 1) * GROUP
+    block = first[:, None] + tl.arange(0, GROUP)[None, :]
+    end = start[:, None] + tl.cumsum(tl.load(count + block, mask=block < (H + BH - 1) // BH, other=0), 1)
+    past = end <= p[:, None]
+    start = tl.maximum(start, tl.max(tl.where(past, end, 0), 1))
+    return (first + tl.sum(past.to(tl.int32), 1)) * BH + p - start
 
 
 @triton.jit
 def decode_down_kernel(
     column, value, count, w_down, partial, n,
-    H: tl.constexpr, D: tl.constexpr, T: tl.constexpr, BH: tl.constexpr, BP: tl.constexpr, BJ: tl.constexpr,
-    BD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, T: tl.constexpr, BH: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    BJ: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    BLOCKS: tl.constexpr = (H + BH - 1) // BH
     split = tl.program_id(1)
     splits = tl.num_programs(1)
-    block = tl.arange(0, BP)
-    numbers = tl.load(count + block, mask=block < BLOCKS, other=0)
-    end = tl.cumsum(numbers, 0)  # [BP], places up to and including each block
-    total = tl.sum(numbers, 0)
+    block = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    numbers = tl.load(count + block, mask=block < (H + BH - 1) // BH, other=0)
+    end = tl.cumsum(tl.sum(numbers, 1), 0)  # [GROUPS], places up to and including each group of blocks
+    total = tl.max(end, 0)
     t = tl.arange(0, T)
     d = tl.program_id(0) * BD + tl.arange(0, BD)
     acc = tl.zeros((T, BD), tl.float32)
     for first in tl.range(split * BJ, total, splits * BJ, num_stages=STAGES):
         p = first + tl.arange(0, BJ)
         live = p < total
-        before = end[None, :] <= p[:, None]  # [BJ, BP]: the whole block comes before place p
-        start = tl.max(tl.where(before, end[None, :], 0), 1)
-        entry = tl.sum(before.to(tl.int32), 1) * BH + p - start
+        entry = _entry(count, p, end, H, BH, GROUP)
         row = tl.load(column + entry, mask=live, other=0).to(tl.int64)
-        a = tl.load(value + entry[None, :] * T + t[:, None], mask=live[None, :] & (t < T)[:, None], other=0.0)
+        a = tl.load(value + entry[None, :] * T + t[:, None], mask=live[None, :], other=0.0)
         w = tl.load(w_down + row[:, None] * D + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
         if INTERPRETED:
             a, w = a.to(tl.float32), w.to(tl.float32)
@@ -115,10 +128,19 @@ def _config(arch: int, dtype: torch.dtype, tokens: int) -> tuple[int, int, int]:
     if arch == 0:
         return 32, 32, 1
     if dtype == torch.float32:
-        return 32, 64, 3
+        return 32, 32, 3
     if arch in (80, 90, 100):  # 160 KB of shared memory and more: bytes in flight are what fills the bandwidth
         return (32, 256, 4) if tokens == 16 else (32, 128, 4)
     return 32, 128, 3
+
+
+def _rows(dtype: torch.dtype) -> int:
+    """Rows of w_down in one step of the down kernel."""
+    return 16 if dtype == torch.float32 else 32
+
+
+def _groups(h: int, bh: int) -> int:
+    return triton.next_power_of_2(triton.cdiv(h, bh * GROUP))
 
 
 def decode_partial(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> Tensor:
@@ -137,8 +159,8 @@ def decode_partial(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tenso
         GATED=gated, PRECISION=precision(x.dtype), num_warps=4,
     )  # fmt: skip
     decode_down_kernel[(triton.cdiv(d, BD), SPLITS)](
-        column, value, count, w_down, partial, n, H=h, D=d, T=tokens, BH=bh, BP=triton.next_power_of_2(blocks), BJ=BJ,
-        BD=BD, STAGES=2, PRECISION=precision(x.dtype), num_warps=4,
+        column, value, count, w_down, partial, n, H=h, D=d, T=tokens, BH=bh, GROUPS=_groups(h, bh), GROUP=GROUP,
+        BJ=_rows(x.dtype), BD=BD, STAGES=2, PRECISION=precision(x.dtype), num_warps=4,
     )  # fmt: skip
     return partial
 
@@ -181,10 +203,12 @@ def aot_cases(arch: int) -> list[AotCase]:
     for dtype, tokens, d, h, gated in shapes:
         bh, bk, stages = _config(arch, dtype, tokens)
         shared = {"H": h, "D": d, "T": tokens, "BH": bh, "PRECISION": precision(dtype)}
-        blocks = triton.next_power_of_2(triton.cdiv(h, bh))
         kernels = (
             (decode_gate_kernel, shared | {"BK": bk, "STAGES": stages, "GATED": gated}),
-            (decode_down_kernel, shared | {"BP": blocks, "BJ": BJ, "BD": BD, "STAGES": 2}),
+            (
+                decode_down_kernel,
+                shared | {"GROUPS": _groups(h, bh), "GROUP": GROUP, "BJ": _rows(dtype), "BD": BD, "STAGES": 2},
+            ),
         )
         for kernel, values in kernels:
             types = {"column": "*i32", "count": "*i32", "partial": "*fp32", "n": "i32"} | dict.fromkeys(
