@@ -25,16 +25,18 @@ from data.stream import StreamLoader
 from twell import checkpoint, parallel
 from twell.checks import validate
 from twell.config import Config, accumulation_steps, hydra_main, padded_vocab_size, total_steps
+from twell.control import L1Control
 from twell.errors import UserError
 from twell.evaluate import validate_model
 from twell.generate import sample_text
 from twell.hostread import HostRead
 from twell.model import Transformer
+from twell.neurons import DeadNeurons
 from twell.optim import Schedule, build_optimizer, clip_and_scale, optimizer_state, set_lr
 from twell.profiling import Profiler
 from twell.routing import Routing
 from twell.run import Progress, describe_run, open_run, run_name
-from twell.sparsity import SparsityMeter, l1_coefficient, l1_weight
+from twell.sparsity import SparsityMeter
 from twell.tracking import StopWatch, Tracker, console_line, memory_gb, peak_flops, validation_line
 
 
@@ -101,9 +103,14 @@ def train(cfg: Config, closing: ExitStack) -> None:
     val_batches = validation_batches(prepared, tokens=cfg.eval.tokens, **shape, **place)
     token_bytes = torch.from_numpy(tokenizer.token_bytes()).long().to(ranks.device)  # [n_vocab]
 
+    # ---- Sparsity: the penalty's coefficients, what is counted, and the dead neurons.
+    penalty = L1Control(cfg, ranks.device)
+    meter = SparsityMeter(cfg.model.n_layers, cfg.ffn.d_ff, cfg.model.seq_len, ranks.device)
+    neurons = DeadNeurons(cfg.ffn.dead, cfg.model.n_layers, cfg.ffn.d_ff, ranks.device)
+    has_zeros = cfg.ffn.kind != "dense_silu"
+
     # ---- What a checkpoint holds; continue where the last one was taken.
-    meter = SparsityMeter(cfg.model.n_layers, cfg.ffn.d_ff, ranks.device, ranks.world_size)
-    saved = checkpoint.model_tensors(model) | optimizer_state(model, optimizers) | meter.state()
+    saved = checkpoint.model_tensors(model) | optimizer_state(model, optimizers) | penalty.state() | neurons.state()
     if resumed:
         checkpoint.restore(run, at.step, saved, ranks.rank, ranks.device)
         loader.load_state_dict(resumed["loader"])
@@ -140,20 +147,23 @@ def train(cfg: Config, closing: ExitStack) -> None:
     # ---- The loop: one iteration is one optimizer step.
     while at.step < steps and not stop:
         watch.start()
-        set_lr(optimizers, schedule.factor(at.step + 1, at.tokens + cfg.batch.tokens))
-        l1_scale = l1_weight(cfg.ffn, cfg.model.n_layers, at.step)
+        lr_share = schedule.factor(at.step + 1, at.tokens + cfg.batch.tokens)
+        set_lr(optimizers, lr_share)
+        penalty.set_step(at.step)
         batches = loader.next()
         while True:  # once, unless a buffer of the sparse kernels turns out too small
             sums = torch.zeros_like(totals)  # nats, L1, counted tokens of this step
-            seen = []
+            meter.drop()  # what a step without an update has counted
             for i, batch in enumerate(batches):
                 with parallel.gradient_sync(forward, last_micro_step=i == len(batches) - 1):
                     out = forward(batch.tokens, batch.targets, batch.doc_ids)
                     # Divided by a constant; how many tokens counted is known, on the device, when all are done.
-                    ((out.loss_sum + l1_scale * out.l1_sum) * (ranks.world_size / cfg.batch.tokens)).backward()
+                    loss_sum = out.loss_sum + (penalty.weight * out.l1_sum).sum()
+                    (loss_sum * (ranks.world_size / cfg.batch.tokens)).backward()
                 n_counted = (batch.targets != IGNORE).sum()
-                sums += torch.stack([out.loss_sum.detach(), out.l1_sum.detach(), n_counted])
-                seen.append((out.stats, n_counted))
+                sums += torch.stack([out.loss_sum.detach(), out.l1_sum.detach().sum(), n_counted])
+                if has_zeros:
+                    meter.add(out.stats)
             parallel.sum_over_ranks(sums)
             grad_norm = clip_and_scale(model.parameters(), (cfg.batch.tokens / sums[2]).float(), cfg.optim.clip)
 
@@ -174,11 +184,15 @@ def train(cfg: Config, closing: ExitStack) -> None:
         else:
             nonfinite_in_a_row = 0
             totals += sums
-            for stats, n_counted in seen:
-                if stats is not None:
-                    meter.update(stats, n_counted)
             for optimizer in optimizers:
                 optimizer.step()
+            if has_zeros:
+                neurons.update(meter.step.fired, n_counted=sums[2])
+                if neurons.due(at.tokens + cfg.batch.tokens, cfg.batch.tokens):
+                    neurons.check(saved, parallel.max_over_ranks, seed=cfg.seed, step=at.step)
+                if penalty.controlled:
+                    penalty.observe(parallel.sum_over_ranks(meter.step.l0_sum()), sums[2], lr_share)
+                meter.accept()
         model.zero_grad(set_to_none=True)
         at.step += 1
         at.tokens += cfg.batch.tokens
@@ -192,7 +206,8 @@ def train(cfg: Config, closing: ExitStack) -> None:
 
         # ---- Log: also before every checkpoint, so that a resumed run starts with empty sums.
         if saving or at.step % cfg.log.interval == 0:
-            meter.merge(parallel.sum_over_ranks, parallel.max_over_ranks)
+            meter.merge(parallel.sum_over_ranks)
+            neurons.merge(parallel.max_over_ranks)
             seconds, n_steps = watch.take()
             at.train_seconds += seconds
             nats, l1, counted = totals.tolist()
@@ -201,7 +216,7 @@ def train(cfg: Config, closing: ExitStack) -> None:
             values = {
                 "train/loss": nats / counted if counted else math.nan,
                 "train/l1": l1 / counted / l1_width if counted else math.nan,
-                "train/l1_coef": l1_coefficient(cfg.ffn.l1, at.step - 1),
+                **penalty.summary(),
                 "train/lr": optimizers[0].param_groups[0]["lr"],
                 "train/grad_norm": grad_norm.item(),
                 "train/epoch": loader.epoch,
@@ -215,8 +230,8 @@ def train(cfg: Config, closing: ExitStack) -> None:
                 "perf/memory_gb": memory_gb(ranks.device),
                 "perf/train_seconds": at.train_seconds,
             }
-            if cfg.ffn.kind != "dense_silu":
-                values |= meter.summary() | routing.metrics()
+            if has_zeros:
+                values |= meter.summary() | neurons.summary() | routing.metrics()
             tracker.record(at.step, at.tokens, values)
             log(console_line(at.step, steps, values, eta_seconds=(steps - at.step) * seconds / n_steps))
             routing.update()

@@ -17,6 +17,7 @@ CHOICES = {
     "ffn.kind": ("dense_silu", "dense_relu", "sparse", "sparse_nongated"),
     "ffn.impl": ("auto", "triton", "torch"),
     "ffn.l1.norm": ("sum", "mean"),
+    "ffn.dead.remedy": ("none", "reinit", "warmup"),
     "data.source": ("stdlib", "text", "jsonl", "hf", "shards"),
     "optim.kind": ("adamw", "muon"),
     "optim.schedule.kind": ("cosine", "wsd", "linear", "constant"),
@@ -34,7 +35,14 @@ AT_LEAST = {
     "model.seq_len": 1,
     "ffn.d_ff": 1,
     "ffn.l1.coef": 0,
+    "ffn.l1.start_step": 0,
     "ffn.l1.warmup_steps": 0,
+    "ffn.l1.decay_step": 0,
+    "ffn.l1.decay_steps": 0,
+    "ffn.l1.decay_to": 0,
+    "ffn.l1.response_steps": 1,
+    "ffn.l1.range": 1,
+    "ffn.dead.after_tokens": 1,
     "data.bpe_vocab_size": 258,
     "data.shard_tokens": 1,
     "data.workers": 1,
@@ -70,6 +78,7 @@ def validate(cfg: Config, world_size: int = 1) -> None:
     OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(cfg))
     _check_values(cfg)
     _check_model(cfg)
+    _check_l1(cfg)
     _check_data(cfg)
     _check_schedule(cfg)
     _check_machine(cfg)
@@ -131,12 +140,44 @@ def _check_model(cfg: Config) -> None:
     if m.n_heads % m.n_kv_heads:
         raise ConfigError(f"model.n_kv_heads={m.n_kv_heads} does not divide model.n_heads={m.n_heads}")
     dense = cfg.ffn.kind.startswith("dense")
-    if dense and cfg.ffn.l1.coef:
-        raise ConfigError(
-            f"ffn.l1.coef={cfg.ffn.l1.coef} with ffn.kind={cfg.ffn.kind}: L1 needs ffn=sparse or sparse_nongated"
-        )
     if dense and cfg.ffn.impl == "triton":
         raise ConfigError(f"ffn.impl=triton with ffn.kind={cfg.ffn.kind}: only the sparse kinds have Triton kernels")
+
+
+def _check_l1(cfg: Config) -> None:
+    l1, kind = cfg.ffn.l1, cfg.ffn.kind
+    if kind.startswith("dense"):
+        for key in ("coef", "target_l0"):
+            if l1[key]:
+                raise ConfigError(
+                    f"ffn.l1.{key}={l1[key]} with ffn.kind={kind}: L1 needs ffn=sparse or sparse_nongated"
+                )
+    remedy = cfg.ffn.dead.remedy
+    if remedy != "none" and (kind == "dense_silu" or (remedy == "warmup" and kind == "dense_relu")):
+        raise ConfigError(
+            f"ffn.dead.remedy={remedy} with ffn.kind={kind}: nothing there that it could act on; use none"
+        )
+    weights = list(l1.layer_weights)
+    if weights and (len(weights) != cfg.model.n_layers or not all(0 <= w < math.inf for w in weights)):
+        raise ConfigError(
+            f"ffn.l1.layer_weights={weights}: must be model.n_layers={cfg.model.n_layers} numbers, none negative"
+        )
+    if l1.target_l0 is None:
+        if l1.per_layer:
+            raise ConfigError("ffn.l1.per_layer=true needs ffn.l1.target_l0; ffn.l1.layer_weights sets fixed weights")
+        return
+    if not 0 < l1.target_l0 <= cfg.ffn.d_ff:
+        raise ConfigError(f"ffn.l1.target_l0={l1.target_l0}: must be above 0 and at most ffn.d_ff={cfg.ffn.d_ff}")
+    if l1.coef == 0:
+        raise ConfigError(
+            "ffn.l1.coef=0 with ffn.l1.target_l0: the controller starts from coef; give a guess, say 3e-4"
+        )
+    if l1.decay_step is not None:
+        raise ConfigError(
+            f"ffn.l1.decay_step={l1.decay_step} with ffn.l1.target_l0: the controller would undo the decay"
+        )
+    if l1.per_layer and weights:
+        raise ConfigError("ffn.l1.layer_weights with ffn.l1.per_layer=true: each layer's coefficient is found anyway")
 
 
 def _check_data(cfg: Config) -> None:

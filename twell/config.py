@@ -51,11 +51,31 @@ class ModelConfig:
 class L1Config:
     """Penalty coef * L1, with L1 = mean over layers, mean over counted tokens of (sum over neurons |a|)."""
 
-    coef: float = 0.0
-    warmup_steps: int = 0  # the coefficient rises linearly from 0 over this many optimizer steps
+    coef: float = 0.0  # with target_l0: where the controller starts
+    start_step: int = 0  # the coefficient is 0 up to this optimizer step
+    warmup_steps: int = 0  # from there it rises linearly over this many steps
+    decay_step: int | None = None  # from this optimizer step on it moves linearly; null = it stays
+    decay_steps: int = 0  # over this many steps
+    decay_to: float = 0.0  # to this share of it
+    layer_weights: list[float] = field(default_factory=list)  # multiply each layer's coefficient; empty = all 1
     # sum: over neurons, as written above (and as the released code of arXiv 2603.23198 does).
     # mean: divides by d_ff as well (that paper's printed formula); the same coef is then d_ff times weaker.
     norm: str = "sum"
+    # Mean number of active neurons per token that a controller reaches and holds (twell/control.py); null = fixed coef
+    target_l0: float | None = None
+    per_layer: bool = False  # true = each layer is held at target_l0 by a coefficient of its own, false = their mean
+    response_steps: int = 100  # steps (at the peak learning rate) in which the controller makes good for an error
+    range: float = 100.0  # the controller stays between coef / range and coef * range
+
+
+@dataclass
+class DeadConfig:
+    """Neurons that never fire."""
+
+    after_tokens: int = 1_000_000  # tokens without firing after which a neuron counts as dead
+    # none | reinit (shake its weights, again and again until it fires) | warmup (prevention: a later and slower
+    # penalty); see twell/neurons.py
+    remedy: str = "none"
 
 
 @dataclass
@@ -66,6 +86,7 @@ class FFNConfig:
     # until choosing per layer during training has been measured to be faster
     impl: str = "auto"
     l1: L1Config = field(default_factory=L1Config)
+    dead: DeadConfig = field(default_factory=DeadConfig)
 
 
 @dataclass

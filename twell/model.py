@@ -25,7 +25,7 @@ class ModelOutput(NamedTuple):
     """What `Transformer.forward` returns.
 
     loss_sum  []  fp32, cross-entropy in nats summed over counted tokens; 0 without targets.
-    l1_sum    []  fp32, sum over layers, counted tokens and neurons of |a|; 0 for dense kinds.
+    l1_sum    [layers]  fp32, sum over counted tokens and neurons of |a|; 0 for dense kinds.
     stats     SparsityStats of the ReLU kinds when targets are given, else None.
     logits    [b, t, vocab_size] in the compute dtype, -inf on padded ids; only without targets. With a KV cache: of the
               last position, [b, 1, vocab_size].
@@ -240,7 +240,7 @@ class Transformer(nn.Module):
         logits = self._logits(self.norm(x))
 
         zero = torch.zeros((), device=tokens.device)
-        l1_sum = sum((r.l1 for r in results if r.l1 is not None), start=zero)
+        l1_sum = torch.stack([zero if r.l1 is None else r.l1 for r in results])
         if targets is None:
             return ModelOutput(zero, l1_sum, logits=logits)
         loss_sum = F.cross_entropy(
@@ -324,8 +324,8 @@ def _attention_mask(positions: Tensor, doc_ids: Tensor | None, cache: KVCache | 
 
 
 def _collect_stats(results: list[FFNResult], counted: Tensor) -> SparsityStats | None:
-    """Per-layer statistics over counted tokens; None for kinds without firing."""
+    """Per-layer statistics; None for kinds without firing."""
     if results[0].nnz is None:
         return None
-    nnz = torch.stack([r.nnz for r in results]).where(counted.flatten(), 0)  # [layers, n]
-    return SparsityStats(nnz.sum(1), nnz.amax(1), torch.stack([r.fired for r in results]))
+    nnz = torch.stack([r.nnz for r in results]).unflatten(1, counted.shape)  # [layers, b, t]
+    return SparsityStats(nnz, counted, torch.stack([r.fired for r in results]))

@@ -1,8 +1,9 @@
-"""Sparsity of the FFN: the weight of the L1 penalty, and the statistics that say what it achieves.
+"""What is counted of a sparse model while it trains: how many neurons fire, on which tokens, and which neurons.
 
-L1 of a model = mean over layers and counted tokens of (sum over neurons of |a|); with norm "mean" the sum over neurons
-is divided by d_ff. L0 of a token in a layer = the number of neurons that fire on it. Counted tokens are those that the
-loss counts. Everything here stays on the device until `SparsityMeter.summary`, which is called when logging.
+L0 of a token in a layer = the number of neurons that fire on it. Counted tokens are those that the loss counts.
+Counting stays on the device and takes about ten small kernels a micro-batch; `SparsityMeter.summary`, called when
+logging, is the first to wait for it. Counts are exact integers, so their sums do not depend on how a batch was divided
+into micro-batches and ranks.
 """
 
 from collections.abc import Callable
@@ -11,113 +12,138 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from twell.config import FFNConfig, L1Config
-
-DEAD_AFTER = 1_000_000  # tokens without firing that make a neuron count as dead (as in arXiv 2603.23198)
+PARTS = 8  # of the sequence, over which L0 is reported
+PERCENTILES = (50, 99)  # of L0 over tokens
+HOTTEST = (1, 5, 10)  # per cent of a layer's neurons, those that fire most often
 
 
 class SparsityStats(NamedTuple):
-    """What one forward pass of a model saw, over its counted tokens.
+    """What one forward pass of a model saw.
 
-    l0_sum  int64 [layers]     sum over tokens of the number of neurons that fired.
-    l0_max  int32 [layers]     the same number for the token where it was largest.
-    fired   int32 [layers, h]  number of tokens on which each neuron fired.
+    nnz      int32 [layers, b, t]  number of neurons that fire on each token, counted or not.
+    counted  bool  [b, t]          the tokens that the loss counts.
+    fired    int32 [layers, h]     number of counted tokens on which each neuron fires.
     """
 
-    l0_sum: Tensor
-    l0_max: Tensor
+    nnz: Tensor
+    counted: Tensor
     fired: Tensor
 
 
-def l1_coefficient(cfg: L1Config, step: int) -> float:
-    """The penalty's coefficient at optimizer step `step` (from 0): rises linearly from 0 over `warmup_steps`."""
-    if step >= cfg.warmup_steps:
-        return cfg.coef
-    return cfg.coef * step / cfg.warmup_steps
+class Tally:
+    """Counts over counted tokens, int64, in one tensor: adding, clearing and joining ranks take one operation each.
 
-
-def l1_weight(cfg: FFNConfig, n_layers: int, step: int) -> float:
-    """What to multiply `ModelOutput.l1_sum` by, so that it can be added to `ModelOutput.loss_sum`.
-
-    Dividing loss_sum + l1_weight * l1_sum by the number of counted tokens gives CE + coef * L1.
+    histogram    [layers, h + 1]    tokens by the number of neurons that fire on them
+    by_position  [layers, seq_len]  firings by the token's position in its sequence
+    fired        [layers, h]        tokens on which each neuron fires
+    counted      [seq_len]          counted tokens by position
     """
-    per_neuron = cfg.d_ff if cfg.l1.norm == "mean" else 1
-    return l1_coefficient(cfg.l1, step) / (n_layers * per_neuron)
+
+    def __init__(self, n_layers: int, d_ff: int, seq_len: int, device: torch.device | str):
+        shapes = [(n_layers, d_ff + 1), (n_layers, seq_len), (n_layers, d_ff), (seq_len,)]
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        self.all = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        views = [part.view(shape) for part, shape in zip(self.all.split(sizes), shapes)]
+        self.histogram, self.by_position, self.fired, self.counted = views
+
+    @torch.no_grad()
+    def add(self, stats: SparsityStats) -> None:
+        """Add one micro-batch of sequences no longer than seq_len."""
+        counted = stats.counted.long()  # [b, t]
+        n_layers, _, t = stats.nnz.shape
+        # Not bincount, which would wait for the device to learn the largest number.
+        self.histogram.scatter_add_(1, stats.nnz.flatten(1).long(), counted.flatten().expand(n_layers, -1))
+        self.by_position[:, :t] += (stats.nnz * counted).sum(1)
+        self.counted[:t] += counted.sum(0)
+        self.fired += stats.fired
+
+    def l0_sum(self) -> Tensor:
+        """Firings of each layer, int64 [layers]."""
+        return self.by_position.sum(1)
 
 
 class SparsityMeter:
-    """Gathers L0 over the micro-batches between two log lines, and how long each neuron has been silent.
+    """Gathers the counts of one optimizer step, and adds those of accepted steps up between two log lines.
 
-    A neuron is dead when it has not fired for `DEAD_AFTER` tokens, or since the meter's start if it has seen fewer.
     On several ranks each gathers its own share; `merge` joins the shares, and only then are the numbers the run's.
     """
 
-    def __init__(self, n_layers: int, d_ff: int, device: torch.device | str, n_ranks: int = 1):
+    def __init__(self, n_layers: int, d_ff: int, seq_len: int, device: torch.device | str):
         self.d_ff = d_ff
-        self.n_ranks = n_ranks
-        self.tokens = torch.zeros((), dtype=torch.int64, device=device)
-        self.l0_sum = torch.zeros(n_layers, dtype=torch.int64, device=device)
-        self.l0_max = torch.zeros(n_layers, dtype=torch.int32, device=device)
-        # The two that a checkpoint keeps. A rank counts the tokens of all ranks (its own times n_ranks), so that the
-        # silence of a neuron is simply the minimum over ranks.
-        self.silent = torch.zeros(n_layers, d_ff, dtype=torch.int64, device=device)  # tokens since the last firing
-        self.seen = torch.zeros((), dtype=torch.int64, device=device)
+        self.step = Tally(n_layers, d_ff, seq_len, device)
+        self.interval = Tally(n_layers, d_ff, seq_len, device)
 
-    @torch.no_grad()
-    def update(self, stats: SparsityStats, n_counted: Tensor) -> None:
-        """Add one micro-batch with `n_counted` counted tokens (integer scalar on the device)."""
-        self.tokens += n_counted
-        self.l0_sum += stats.l0_sum
-        torch.maximum(self.l0_max, stats.l0_max, out=self.l0_max)
-        self.seen += n_counted * self.n_ranks
-        self.silent += n_counted * self.n_ranks
-        self.silent.masked_fill_(stats.fired > 0, 0)
+    def add(self, stats: SparsityStats) -> None:
+        """Count one micro-batch of the current step."""
+        self.step.add(stats)
 
-    def merge(self, sum_over_ranks: Callable[[Tensor], Tensor], max_over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """Replace this rank's numbers by those of all ranks, through two in-place reductions.
+    def accept(self) -> None:
+        """The step counts: add it to the interval."""
+        self.interval.all += self.step.all
+        self.step.all.zero_()
 
-        Call it on every rank just before `summary` or before saving `state`. `tokens` and the L0 sums become totals:
-        `reset` must follow before the next update.
+    def drop(self) -> None:
+        """The step does not count: it is repeated, or its update is left out."""
+        self.step.all.zero_()
+
+    def merge(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
+        """Replace this rank's interval by that of all ranks, through one in-place reduction, just before `summary`.
+
+        `reset` must follow before the next `accept`.
         """
-        sum_over_ranks(self.tokens)
-        sum_over_ranks(self.l0_sum)
-        max_over_ranks(self.l0_max)
-        max_over_ranks(self.seen)
-        self.silent.neg_()
-        max_over_ranks(self.silent).neg_()
+        sum_over_ranks(self.interval.all)
 
     def reset(self) -> None:
-        """Start a new interval; silence goes on."""
-        for tensor in (self.tokens, self.l0_sum, self.l0_max):
-            tensor.zero_()
+        """Start a new interval."""
+        self.interval.all.zero_()
 
     def summary(self) -> dict[str, float]:
-        """The interval's numbers, read from the device.
-
-        sparsity/l0_mean        neurons that fire on a token: mean over counted tokens and layers
-        sparsity/density        the same as a share of d_ff
-        sparsity/l0_max         the largest number on any token in any layer
-        sparsity/dead_share     share of neurons that are dead
-        sparsity/l0/layer_00    mean over counted tokens, one key for each layer
-        sparsity/l0_max/layer_00, sparsity/dead_share/layer_00    likewise
-        """
-        dead = (self.silent >= self.seen.clamp(max=DEAD_AFTER)) & (self.seen > 0)  # [layers, h]
-        l0 = (self.l0_sum / self.tokens.clamp(min=1)).tolist()
-        l0_max = self.l0_max.tolist()
-        dead_share = dead.float().mean(1).tolist()
-        n_layers = len(l0)
+        """The interval's numbers, read from the device; twell.tracking.METRICS says what each of them is."""
+        tally = self.interval
+        n_tokens = tally.counted.sum().clamp(min=1)
+        l0 = (tally.l0_sum() / n_tokens).tolist()
+        by_layer = {"l0": l0}
+        for q in PERCENTILES:
+            by_layer[f"l0_p{q}"] = percentile(tally.histogram, q).tolist()
+        by_layer["l0_max"] = percentile(tally.histogram, 100).tolist()
         result = {
-            "sparsity/l0_mean": sum(l0) / n_layers,
-            "sparsity/density": sum(l0) / n_layers / self.d_ff,
-            "sparsity/l0_max": float(max(l0_max)),
-            "sparsity/dead_share": sum(dead_share) / n_layers,
+            "sparsity/l0_mean": sum(l0) / len(l0),
+            "sparsity/density": sum(l0) / len(l0) / self.d_ff,
+            "sparsity/l0_max": float(max(by_layer["l0_max"])),
         }
-        for i in range(n_layers):
-            result[f"sparsity/l0/layer_{i:02d}"] = l0[i]
-            result[f"sparsity/l0_max/layer_{i:02d}"] = float(l0_max[i])
-            result[f"sparsity/dead_share/layer_{i:02d}"] = dead_share[i]
+        for share, value in zip(HOTTEST, hottest_shares(tally.fired).mean(1).tolist()):
+            result[f"sparsity/hottest_{share}pct"] = value
+        for i, value in enumerate(l0_by_part(tally).tolist()):
+            result[f"sparsity/l0_part/part_{i}"] = value
+        for name, values in by_layer.items():
+            for i, value in enumerate(values):
+                result[f"sparsity/{name}/layer_{i:02d}"] = float(value)
         return result
 
-    def state(self) -> dict[str, Tensor]:
-        """The tensors that a checkpoint keeps, named; loading fills them in place. `merge` first on several ranks."""
-        return {"sparsity.silent": self.silent, "sparsity.seen": self.seen}
+
+def percentile(histogram: Tensor, q: int) -> Tensor:
+    """The smallest number that at least q % of the tokens do not exceed, int64 [layers]; 0 if there are no tokens.
+
+    histogram [layers, numbers]: tokens by number.
+    """
+    upto = histogram.cumsum(1)  # [layers, numbers]
+    return (upto * 100 < q * upto[:, -1:]).sum(1)
+
+
+def hottest_shares(fired: Tensor) -> Tensor:
+    """Share of a layer's firings that its hottest 1, 5, 10 % of neurons (at least one) have, float64 [3, layers].
+
+    fired [layers, h]: firings by neuron.
+    """
+    n_neurons = fired.shape[1]
+    upto = fired.sort(1, descending=True).values.cumsum(1)  # [layers, h]
+    counts = [max(1, round(n_neurons * share / 100)) for share in HOTTEST]
+    return torch.stack([upto[:, n - 1] / upto[:, -1].clamp(min=1).double() for n in counts])
+
+
+def l0_by_part(tally: Tally) -> Tensor:
+    """L0, mean over layers, in each of PARTS equal parts of the sequence, float64; NaN where no token was counted."""
+    firings = tally.by_position.double().mean(0)  # [seq_len]
+    part = torch.arange(len(firings), device=firings.device) * PARTS // len(firings)  # [seq_len]
+    empty = torch.zeros(PARTS, dtype=torch.float64, device=firings.device)
+    return empty.index_add(0, part, firings) / empty.index_add(0, part, tally.counted.double())

@@ -27,7 +27,8 @@ METRICS = {
     "tokens": "training tokens seen: the x-axis of every wandb panel",
     "train/loss": "cross-entropy in nats per counted token, mean since the last record",
     "train/l1": "L1 of the FFN activations as ffn.l1.norm defines it, mean since the last record (0 for dense kinds)",
-    "train/l1_coef": "coefficient of the L1 term at this step",
+    "train/l1_coef": "coefficient of the L1 term at this step, mean over layers",
+    "train/l1_coef/layer_{i}": "the same of layer i, with ffn.l1.layer_weights or ffn.l1.per_layer",
     "train/lr": "learning rate of AdamW at this step",
     "train/grad_norm": "global gradient norm before clipping, at this step",
     "train/epoch": "passes over the training split",
@@ -42,8 +43,16 @@ METRICS = {
     "sparsity/l0_mean": "active neurons per token, mean over layers, since the last record",
     "sparsity/l0_max": "most active neurons of any token in any layer since the last record",
     "sparsity/density": "sparsity/l0_mean / d_ff",
-    "sparsity/dead_share": "share of all neurons that are dead (see twell/sparsity.py)",
+    "sparsity/dead_share": "share of all neurons that are dead: silent for ffn.dead.after_tokens or more",
+    "sparsity/revived": "neurons so far that were dead at one check and not at the next (see twell/neurons.py)",
+    "sparsity/reinitialized": "rows of dead neurons reinitialised so far, each time counted",
+    "sparsity/hottest_1pct": "share of a layer's firings that its hottest 1 % of neurons have, mean over layers",
+    "sparsity/hottest_5pct": "the same for 5 %",
+    "sparsity/hottest_10pct": "the same for 10 %",
+    "sparsity/l0_part/part_{i}": "active neurons per token in eighth i of the sequence, from 0, mean over layers",
     "sparsity/l0/layer_{i}": "active neurons per token in layer i, counted from 00",
+    "sparsity/l0_p50/layer_{i}": "active neurons in layer i that half of the tokens do not exceed",
+    "sparsity/l0_p99/layer_{i}": "active neurons in layer i that 99 % of the tokens do not exceed",
     "sparsity/l0_max/layer_{i}": "most active neurons of any token in layer i",
     "sparsity/dead_share/layer_{i}": "share of dead neurons in layer i",
     "sparsity/route/layer_{i}": "1 where layer i computes only the non-zeros, 0 where it runs dense (sparse kinds)",
@@ -230,7 +239,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def _documented_name(key: str) -> str:
-    return key.rstrip("0123456789") + "{i}" if "/layer_" in key else key
+    return key.rstrip("0123456789") + "{i}" if "/layer_" in key or "/part_" in key else key
 
 
 def _without_nan(record: dict[str, Any]) -> dict[str, Any]:

@@ -1,117 +1,108 @@
-"""The weight of the L1 penalty, and the statistics gathered over micro-batches and ranks."""
+"""What is counted over micro-batches and ranks, against a brute-force count."""
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
-from tests.twell.small import batch, build
-from twell import sparsity
-from twell.config import FFNConfig, L1Config
-from twell.sparsity import SparsityMeter, SparsityStats, l1_coefficient, l1_weight
+from twell.sparsity import SparsityMeter, SparsityStats, hottest_shares, percentile
+
+LAYERS, B, T, H = 2, 3, 11, 13
 
 
-def test_coefficient_warms_up_linearly():
-    cfg = L1Config(coef=0.3, warmup_steps=3)
-    assert [l1_coefficient(cfg, step) for step in range(5)] == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.3])
-    assert l1_coefficient(L1Config(coef=0.3), 0) == 0.3
+def firing(seed: int, b: int = B, t: int = T) -> tuple[Tensor, Tensor, SparsityStats]:
+    """(fires bool [layers, b, t, h], counted bool [b, t], the statistics of both)."""
+    generator = torch.Generator().manual_seed(seed)
+    likely = torch.rand(LAYERS, b, t, 1, generator=generator)
+    fires = torch.rand(LAYERS, b, t, H, generator=generator) < likely
+    counted = torch.rand(b, t, generator=generator) < 0.7
+    fired = (fires & counted[None, ..., None]).sum((1, 2), dtype=torch.int32)
+    return fires, counted, SparsityStats(fires.sum(3, dtype=torch.int32), counted, fired)
 
 
-def test_weight_gives_the_documented_penalty():
-    """coef * mean over layers and counted tokens of the sum (or mean) over neurons."""
-    model = build("sparse")
-    tokens, targets = batch(masked=7)
-    counted = targets >= 0
-    sums = []
-    for block in model.blocks:
-        block.ffn.register_forward_pre_hook(
-            lambda ffn, args: sums.append(
-                ((args[0] @ ffn.w_gate.T).relu() * (args[0] @ ffn.w_up.T)).abs().sum(-1)[counted].mean()
-            )
-        )
-    l1_sum = model(tokens, targets).l1_sum
-    for norm, divisor in (("sum", 1), ("mean", 40)):
-        cfg = FFNConfig(kind="sparse", d_ff=40, l1=L1Config(coef=0.5, norm=norm))
-        penalty = l1_weight(cfg, n_layers=3, step=0) * l1_sum / counted.sum()
-        assert_close(penalty, 0.5 * torch.stack(sums).mean() / divisor)
+def meter_of(*seeds: int) -> SparsityMeter:
+    meter = SparsityMeter(LAYERS, H, T, "cpu")
+    for seed in seeds:
+        meter.add(firing(seed)[2])
+    meter.accept()
+    return meter
 
 
-def stats(firing: list[list[list[int]]]) -> SparsityStats:
-    """From 0/1 of [layers, tokens, h]."""
-    fires = torch.tensor(firing)
-    nnz = fires.sum(2)
-    return SparsityStats(nnz.sum(1), nnz.amax(1).int(), fires.sum(1).int())
+def test_summary_equals_brute_force():
+    summary = meter_of(1, 2, 3).summary()
+    parts = [firing(seed) for seed in (1, 2, 3)]
+    counted = torch.cat([c for _, c, _ in parts])  # [3 b, t]
+    fires = torch.cat([f for f, _, _ in parts], dim=1)  # [layers, 3 b, t, h]
+    l0 = fires.sum(3)[:, counted]  # [layers, counted tokens]
+    expected = {
+        "sparsity/l0_mean": l0.double().mean(),
+        "sparsity/density": l0.double().mean() / H,
+        "sparsity/l0_max": l0.max(),
+    }
+    for i in range(LAYERS):
+        ordered = l0[i].sort().values
+        expected[f"sparsity/l0/layer_0{i}"] = l0[i].double().mean()
+        expected[f"sparsity/l0_p50/layer_0{i}"] = ordered[-(-len(ordered) * 50 // 100) - 1]
+        expected[f"sparsity/l0_p99/layer_0{i}"] = ordered[-(-len(ordered) * 99 // 100) - 1]
+        expected[f"sparsity/l0_max/layer_0{i}"] = ordered[-1]
+    for part in range(8):
+        inside = torch.tensor([p * 8 // T == part for p in range(T)])
+        expected[f"sparsity/l0_part/part_{part}"] = fires.sum(3)[:, counted & inside].double().mean()
+    for share in (1, 5, 10):  # of 13 neurons: one
+        hottest = fires[:, counted].sum(1).double()  # [layers, h]
+        expected[f"sparsity/hottest_{share}pct"] = (hottest.amax(1) / hottest.sum(1)).mean()
+    assert summary == pytest.approx({key: value.item() for key, value in expected.items()})
 
 
-FIRST = stats([[[1, 1, 0], [1, 0, 0]], [[1, 1, 1], [0, 0, 0]]])
-SECOND = stats([[[0, 1, 0]], [[0, 1, 0]]])
+def test_percentile_of_a_known_histogram():
+    histogram = torch.tensor([[50, 49, 0, 1], [49, 2, 48, 1], [0, 0, 0, 0]])  # tokens with 0, 1, 2, 3 neurons
+    assert percentile(histogram, 50).tolist() == [0, 1, 0]
+    assert percentile(histogram, 99).tolist() == [1, 2, 0]
+    assert percentile(histogram, 100).tolist() == [3, 3, 0]
 
 
-def test_summary_over_micro_batches():
-    meter = SparsityMeter(n_layers=2, d_ff=3, device="cpu")
-    meter.update(FIRST, torch.tensor(2))
-    meter.update(SECOND, torch.tensor(1))
-    assert meter.summary() == pytest.approx(
-        {
-            "sparsity/l0_mean": 4 / 3,
-            "sparsity/density": 4 / 9,
-            "sparsity/l0_max": 3,
-            "sparsity/dead_share": 1 / 6,  # neuron 2 of layer 0 has never fired
-            "sparsity/l0/layer_00": 4 / 3,
-            "sparsity/l0/layer_01": 4 / 3,
-            "sparsity/l0_max/layer_00": 2,
-            "sparsity/l0_max/layer_01": 3,
-            "sparsity/dead_share/layer_00": 1 / 3,
-            "sparsity/dead_share/layer_01": 0,
-        }
-    )
+def test_hottest_shares():
+    fired = torch.ones(1, 200, dtype=torch.int64)
+    fired[0, 100] = 801  # of 1000 firings
+    assert hottest_shares(fired).flatten().tolist() == pytest.approx([0.802, 0.81, 0.82])
+
+
+def test_only_accepted_steps_count_and_an_interval_starts_empty():
+    meter = SparsityMeter(LAYERS, H, T, "cpu")
+    meter.add(firing(1)[2])
+    meter.drop()
+    meter.add(firing(2)[2])
+    meter.accept()
+    assert meter.summary() == meter_of(2).summary()
     meter.reset()
-    meter.update(SECOND, torch.tensor(1))
-    after = meter.summary()
-    assert after["sparsity/l0_mean"] == 1 and after["sparsity/l0_max"] == 1
-    assert after["sparsity/dead_share/layer_00"] == pytest.approx(1 / 3)  # silence does not start anew
+    meter.add(firing(3)[2])
+    meter.accept()
+    assert meter.summary() == meter_of(3).summary()
 
 
-def test_a_neuron_is_dead_after_a_million_tokens(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sparsity, "DEAD_AFTER", 10)
-    meter = SparsityMeter(n_layers=1, d_ff=2, device="cpu")
-    shares = []
-    for firing in ([1, 1], [1, 0], [1, 0], [1, 0], [1, 1]):
-        meter.update(stats([[firing]]), torch.tensor(4))
-        shares.append(meter.summary()["sparsity/dead_share"])
-    assert shares == [0, 0, 0, 0.5, 0]  # silent for 12 >= 10 tokens at the fourth
+def test_merged_ranks_and_shorter_sequences_equal_the_whole():
+    ranks = [meter_of(1), meter_of(2)]
+    ranks[0].merge(lambda mine: mine.add_(ranks[1].interval.all))
+    assert ranks[0].summary() == meter_of(1, 2).summary()
+
+    halves = SparsityMeter(LAYERS, H, T, "cpu")
+    fires, counted, _ = firing(4)
+    for rows in (slice(0, 1), slice(1, B)):
+        fired = (fires & counted[None, ..., None])[:, rows].sum((1, 2), dtype=torch.int32)
+        halves.add(SparsityStats(fires[:, rows].sum(3, dtype=torch.int32), counted[rows], fired))
+    halves.accept()
+    assert torch.equal(halves.interval.all, meter_of(4).interval.all)
+
+    short = SparsityMeter(LAYERS, H, T, "cpu")
+    short.add(firing(5, t=4)[2])
+    assert short.step.counted[4:].sum() == 0 and short.step.l0_sum().sum() == short.step.fired.sum()
 
 
-def test_nothing_seen_is_not_death():
-    assert SparsityMeter(1, 4, "cpu").summary()["sparsity/dead_share"] == 0
-
-
-def test_merged_ranks_equal_one_rank():
-    alone = SparsityMeter(2, 3, "cpu")
-    ranks = [SparsityMeter(2, 3, "cpu", n_ranks=2) for _ in range(2)]
-    # A step of 2 x 1 tokens, twice; within a step the single rank sees the same tokens as the two together.
-    for left, right in ((SECOND, SECOND), (stats([[[1, 0, 0]], [[0, 0, 0]]]), stats([[[1, 0, 1]], [[0, 0, 1]]]))):
-        both = SparsityStats(
-            left.l0_sum + right.l0_sum, torch.maximum(left.l0_max, right.l0_max), left.fired + right.fired
-        )
-        alone.update(both, torch.tensor(2))
-        for meter, part in zip(ranks, (left, right)):
-            meter.update(part, torch.tensor(1))
-
-    calls = []  # what the other rank contributes, in the order of the reductions
-    ranks[1].merge(lambda t: calls.append(t.clone()) or t, lambda t: calls.append(t.clone()) or t)
-    incoming = iter(calls)
-    ranks[0].merge(lambda t: t.add_(next(incoming)), lambda t: t.copy_(torch.maximum(t, next(incoming))))
-    assert ranks[0].summary() == alone.summary()
-    for name, tensor in alone.state().items():
-        assert_close(ranks[0].state()[name], tensor)
-
-
-def test_state_restores_the_silence():
-    meter, fresh = SparsityMeter(2, 3, "cpu"), SparsityMeter(2, 3, "cpu")
-    meter.update(FIRST, torch.tensor(2))
-    for name, tensor in fresh.state().items():
-        tensor.copy_(meter.state()[name])
-    meter.reset()
-    meter.update(SECOND, torch.tensor(1))
-    fresh.update(SECOND, torch.tensor(1))
-    assert fresh.summary() == meter.summary()
+def test_nothing_counted_is_no_error():
+    _, counted, stats = firing(1)
+    meter = SparsityMeter(LAYERS, H, T, "cpu")
+    meter.add(SparsityStats(stats.nnz, torch.zeros_like(counted), torch.zeros_like(stats.fired)))
+    meter.accept()
+    summary = meter.summary()
+    assert summary["sparsity/l0_mean"] == summary["sparsity/l0_max"] == summary["sparsity/hottest_1pct"] == 0
+    assert_close(torch.tensor(summary["sparsity/l0_part/part_0"]), torch.tensor(torch.nan), equal_nan=True)
