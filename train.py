@@ -19,7 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from data.baselines import reference_losses
-from data.loader import IGNORE, Loader, validation_batches
+from data.loader import Loader, validation_batches
 from data.prepare import prepare
 from data.stream import StreamLoader
 from twell import checkpoint, parallel
@@ -29,15 +29,16 @@ from twell.control import L1Control
 from twell.errors import UserError
 from twell.evaluate import validate_model
 from twell.generate import sample_text
-from twell.hostread import HostRead
 from twell.model import Transformer
 from twell.neurons import DeadNeurons
-from twell.optim import Schedule, build_optimizer, clip_and_scale, optimizer_state, set_lr
+from twell.optim import Schedule, build_optimizer, optimizer_state, set_lr
 from twell.profiling import Profiler
 from twell.routing import Routing
 from twell.run import Progress, describe_run, open_run, run_name
 from twell.sparsity import SparsityMeter
+from twell.step import Step
 from twell.tracking import StopWatch, Tracker, console_line, memory_gb, peak_flops, validation_line
+from twell.weights import Weights
 
 
 @hydra_main
@@ -73,20 +74,20 @@ def train(cfg: Config, closing: ExitStack) -> None:
         parallel.finish()
         return
 
-    # ---- Model. `model` is what is saved, loaded and sampled from; `forward`, compiled and wrapped, is what is called.
+    # ---- Model. Its weights in the compute dtype are what is called; their fp32 masters are what is trained and saved.
     is_cuda = ranks.device.type == "cuda"
     compute_dtype = parallel.compute_dtype(cfg.dtype, ranks.device.type)
     model = Transformer(cfg.model, cfg.ffn, vocab_size, tokenizer.n_vocab, compute_dtype)
     model.init_weights(cfg.seed)
     model.to(ranks.device)
-    use_compile = is_cuda if cfg.compile is None else cfg.compile
-    forward = torch.compile(model, fullgraph=True, dynamic=False) if use_compile else model
-    forward = parallel.distribute(forward, ranks)
+    weights = Weights(model, compute_dtype)
+    if is_cuda if cfg.compile is None else cfg.compile:
+        model.compile_parts()
     routing = Routing(model, ranks.device, compute_dtype)  # what the sparse kernels remember from step to step
 
     # ---- Optimizer and schedule. The schedule's end is fixed when the run is first started: a longer run does not
     # stretch it unless optim.schedule.horizon says so.
-    optimizers = build_optimizer(model, cfg.optim, ranks.device)
+    optimizers = build_optimizer(weights.masters, cfg.optim, ranks.device)
     per_unit = cfg.batch.tokens if cfg.optim.schedule.unit == "steps" else 1  # tokens
     first_length = resumed["horizon_tokens"] if resumed else steps * cfg.batch.tokens
     horizon = cfg.optim.schedule.horizon or first_length // per_unit
@@ -110,9 +111,11 @@ def train(cfg: Config, closing: ExitStack) -> None:
     has_zeros = cfg.ffn.kind != "dense_silu"
 
     # ---- What a checkpoint holds; continue where the last one was taken.
-    saved = checkpoint.model_tensors(model) | optimizer_state(model, optimizers) | penalty.state() | neurons.state()
+    state = optimizer_state(weights.masters, optimizers)
+    saved = weights.state() | state | penalty.state() | neurons.state()
     if resumed:
         checkpoint.restore(run, at.step, saved, ranks.rank, ranks.device)
+        weights.refresh()
         loader.load_state_dict(resumed["loader"])
     if ranks.is_main:
         describe_run(run, cfg, tokenizer)
@@ -137,11 +140,20 @@ def train(cfg: Config, closing: ExitStack) -> None:
     if reference is None:  # what counting reaches on the validation windows of all ranks
         reference = reference_losses(prepared, validation_batches(prepared, tokens=cfg.eval.tokens, **shape))
     peak = peak_flops(ranks.device)
-    host_read = HostRead(ranks.device)
+    step = Step(
+        model,
+        weights,
+        optimizers,
+        l1_weight=penalty.weight,
+        batch_tokens=cfg.batch.tokens,
+        clip=cfg.optim.clip,
+        overflowed=routing.overflowed,
+        count=meter.add if has_zeros else None,
+    )
     watch = StopWatch()
     profiler = Profiler(run, cfg.profile if ranks.is_main else 0, log)
     closing.callback(profiler.close)
-    totals = torch.zeros(3, dtype=torch.float64, device=ranks.device)  # nats, L1, tokens since the last record
+    totals = torch.zeros_like(step.sums)  # nats, L1, tokens since the last record
     nonfinite_in_a_row, waited, stop = 0, 0.0, False
 
     # ---- The loop: one iteration is one optimizer step.
@@ -152,30 +164,14 @@ def train(cfg: Config, closing: ExitStack) -> None:
         penalty.set_step(at.step)
         batches = loader.next()
         while True:  # once, unless a buffer of the sparse kernels turns out too small
-            sums = torch.zeros_like(totals)  # nats, L1, counted tokens of this step
             meter.drop()  # what a step without an update has counted
-            for i, batch in enumerate(batches):
-                with parallel.gradient_sync(forward, last_micro_step=i == len(batches) - 1):
-                    out = forward(batch.tokens, batch.targets, batch.doc_ids)
-                    # Divided by a constant; how many tokens counted is known, on the device, when all are done.
-                    loss_sum = out.loss_sum + (penalty.weight * out.l1_sum).sum()
-                    (loss_sum * (ranks.world_size / cfg.batch.tokens)).backward()
-                n_counted = (batch.targets != IGNORE).sum()
-                sums += torch.stack([out.loss_sum.detach(), out.l1_sum.detach().sum(), n_counted])
-                if has_zeros:
-                    meter.add(out.stats)
-            parallel.sum_over_ranks(sums)
-            grad_norm = clip_and_scale(model.parameters(), (cfg.batch.tokens / sums[2]).float(), cfg.optim.clip)
-
-            # The one host read of the step: may the optimizer run, must the step be repeated, shall we stop?
-            finite = sums[:2].isfinite().all() & grad_norm.isfinite()
-            word = host_read.read(finite, routing.overflowed(), stop_requested())
+            step.gradients(batches)
+            word = step.finish(stop_requested())
             if not word.overflowed:
                 break
             at.repeated += 1
             log(f"step {at.step + 1}: a buffer of the sparse kernels was too small; repeating with larger ones")
             routing.update()
-            model.zero_grad(set_to_none=True)
         stop = word.stop
         if word.nonfinite:
             nonfinite_in_a_row += 1
@@ -183,17 +179,17 @@ def train(cfg: Config, closing: ExitStack) -> None:
             log(f"step {at.step + 1}: the loss or the gradient norm is not finite; the weights stay as they are")
         else:
             nonfinite_in_a_row = 0
-            totals += sums
-            for optimizer in optimizers:
-                optimizer.step()
+            totals += step.sums
+            step.update()
             if has_zeros:
-                neurons.update(meter.step.fired, n_counted=sums[2])
+                n_counted = step.sums[2]
+                neurons.update(meter.step.fired, n_counted=n_counted)
                 if neurons.due(at.tokens + cfg.batch.tokens, cfg.batch.tokens):
                     neurons.check(saved, parallel.max_over_ranks, seed=cfg.seed, step=at.step)
+                    weights.refresh()
                 if penalty.controlled:
-                    penalty.observe(parallel.sum_over_ranks(meter.step.l0_sum()), sums[2], lr_share)
+                    penalty.observe(parallel.sum_over_ranks(meter.step.l0_sum()), n_counted, lr_share)
                 meter.accept()
-        model.zero_grad(set_to_none=True)
         at.step += 1
         at.tokens += cfg.batch.tokens
         watch.stop()
@@ -218,7 +214,7 @@ def train(cfg: Config, closing: ExitStack) -> None:
                 "train/l1": l1 / counted / l1_width if counted else math.nan,
                 **penalty.summary(),
                 "train/lr": optimizers[0].param_groups[0]["lr"],
-                "train/grad_norm": grad_norm.item(),
+                "train/grad_norm": step.grad_norm.item(),
                 "train/epoch": loader.epoch,
                 "train/skipped_steps": at.skipped,
                 "train/repeated_steps": at.repeated,
@@ -226,7 +222,7 @@ def train(cfg: Config, closing: ExitStack) -> None:
                 "perf/step_ms": 1e3 * seconds / n_steps,
                 "perf/mfu": speed * model.flops_per_token() / (peak * ranks.world_size) if peak else None,
                 "perf/data_wait_share": (loader.wait_seconds - waited) / seconds,
-                "perf/host_read_share": host_read.take_seconds() / seconds,
+                "perf/host_read_share": step.host_read.take_seconds() / seconds,
                 "perf/memory_gb": memory_gb(ranks.device),
                 "perf/train_seconds": at.train_seconds,
             }
@@ -241,7 +237,7 @@ def train(cfg: Config, closing: ExitStack) -> None:
 
         # ---- Validate.
         if at.step == steps or (at.step % cfg.eval.interval == 0 and not stop):
-            val = validate_model(forward, val_batches, token_bytes, routing)
+            val = validate_model(model, val_batches, token_bytes, routing)
             at.val_loss, at.val_step = val["val/loss"], at.step
             if ranks.is_main and cfg.eval.sample_tokens and math.isfinite(at.val_loss):
                 val["val/sample"] = sample_text(model, tokenizer, cfg.eval.prompt, cfg.eval.sample_tokens, cfg.seed)

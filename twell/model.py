@@ -1,12 +1,13 @@
 """The Transformer: pre-norm RMSNorm, rotary positions, grouped-query attention, a dense or sparse FFN.
 
-Parameters are fp32 masters; each is cast to the dtype of the activations where it is used, so there is no autocast.
-Nothing here knows of ranks or devices. The model reports sums over tokens, never means: the caller, who knows the whole
-batch, divides. It counts the tokens whose target is not IGNORE.
+Activations are in the compute dtype, and so are the parameters in training (twell/weights.py holds their fp32 masters);
+others are cast where they are used, so there is no autocast. Nothing here knows of ranks. The model reports sums over
+tokens, never means: the caller, who knows the whole batch, divides. It counts the tokens whose target is not IGNORE.
 """
 
 import hashlib
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,9 +16,9 @@ from torch import Tensor, nn
 
 from twell.config import FFNConfig, ModelConfig
 from twell.ffn import FFNResult, build_ffn
+from twell.loss import IGNORE, linear_cross_entropy
 from twell.sparsity import SparsityStats
 
-IGNORE = -100  # the target of a token that the loss does not count
 EMBEDDING_STD = 0.02
 
 
@@ -38,7 +39,7 @@ class ModelOutput(NamedTuple):
 
 
 class Linear(nn.Module):
-    """A bias-free linear map whose fp32 weight [out, in] is cast to the dtype of its input."""
+    """A bias-free linear map whose weight [out, in] is cast to the dtype of its input."""
 
     def __init__(self, n_in: int, n_out: int):
         super().__init__()
@@ -49,7 +50,7 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A table of fp32 rows, looked up by id."""
+    """A table of rows, looked up by id."""
 
     def __init__(self, n_rows: int, width: int):
         super().__init__()
@@ -208,6 +209,17 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(model, ffn, layer) for layer in range(model.n_layers))
         self.norm = RMSNorm(model.d_model, model.norm_eps)
         self.head = None if model.tied else Linear(model.d_model, vocab_size)
+        self._run_block: Callable[..., tuple[Tensor, FFNResult]] = _run_block
+        self._compiled = False
+
+    def compile_parts(self) -> None:
+        """From now on run the blocks and the loss through torch.compile, except with a KV cache.
+
+        Each block by itself, not the model as a whole: equal layers share one compilation, which then takes as long for
+        40 layers as for one.
+        """
+        self._run_block = torch.compile(_run_block, fullgraph=True, dynamic=False)
+        self._compiled = True
 
     def forward(
         self,
@@ -232,26 +244,27 @@ class Transformer(nn.Module):
 
         x = self.embed(tokens).to(self.compute_dtype)  # [b, t, d]
         results = []
+        run_block = self._run_block if cache is None else _run_block
         for block in self.blocks:
-            x, result = block(x, rope, mask, counted, cache)
+            x, result = run_block(block, x, rope, mask, counted, cache)
             results.append(result)
         if cache is not None:
             x = x[:, -1:]
-        logits = self._logits(self.norm(x))
+        x = self.norm(x)
+        weight = (self.embed if self.head is None else self.head).weight.to(x.dtype)  # [vocab_size, d]
 
         zero = torch.zeros((), device=tokens.device)
         l1_sum = torch.stack([zero if r.l1 is None else r.l1 for r in results])
         if targets is None:
-            return ModelOutput(zero, l1_sum, logits=logits)
-        loss_sum = F.cross_entropy(
-            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum"
+            return ModelOutput(zero, l1_sum, logits=self._logits(x, weight))
+        loss_sum = linear_cross_entropy(
+            x.flatten(0, 1), weight, targets.flatten(), self.n_vocab, compiled=self._compiled
         )
         return ModelOutput(loss_sum, l1_sum, _collect_stats(results, counted))
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def _logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [..., d] -> [..., vocab_size], padded ids at -inf: they take no part in the softmax."""
-        weight = self.embed.weight if self.head is None else self.head.weight
-        logits = F.linear(x, weight.to(x.dtype))
+        logits = F.linear(x, weight)
         vocab_size = weight.shape[0]
         if vocab_size == self.n_vocab:
             return logits
@@ -311,6 +324,11 @@ class Transformer(nn.Module):
         head = self.embed.weight.numel()
         attention = 6 * len(self.blocks) * self.embed.weight.shape[1] * self.seq_len
         return 6 * (matrices + head) + attention
+
+
+def _run_block(block: Block, *inputs) -> tuple[Tensor, FFNResult]:
+    """A function, so that one compiled callable serves all blocks."""
+    return block(*inputs)
 
 
 def _attention_mask(positions: Tensor, doc_ids: Tensor | None, cache: KVCache | None) -> Tensor | None:

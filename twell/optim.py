@@ -27,14 +27,14 @@ def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) ->
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(model: nn.Module, cfg: OptimConfig, device: torch.device) -> list[Optimizer]:
-    """The optimizers of `cfg.kind`; each group's "peak_lr" is what `set_lr` multiplies.
+def build_optimizer(masters: dict[str, nn.Parameter], cfg: OptimConfig, device: torch.device) -> list[Optimizer]:
+    """The optimizers of `cfg.kind` for named parameters; each group's "peak_lr" is what `set_lr` multiplies.
 
     adamw: one AdamW over everything. muon: torch.optim.Muon on the hidden matrices (2-D parameters of the blocks) and
     AdamW on the rest. Fused kernels on CUDA and CPU.
     """
     hidden, others = [], []
-    for name, parameter in model.named_parameters():
+    for name, parameter in masters.items():
         is_hidden = cfg.kind == "muon" and name.startswith("blocks.") and parameter.ndim == 2
         (hidden if is_hidden else others).append((name, parameter))
     adamw = AdamW(
@@ -110,27 +110,27 @@ class Schedule:
 
 
 @torch.no_grad()
-def clip_and_scale(parameters: Iterable[nn.Parameter], scale: Tensor, max_norm: float) -> Tensor:
-    """Multiply all gradients in place by `scale`, and so that their global norm is at most `max_norm` (0: no limit).
+def clip_and_scale(grad: Tensor, scale: Tensor, max_norm: float) -> Tensor:
+    """Multiply `grad` in place by `scale`, and so that its norm is at most `max_norm` (0: no limit).
 
-    Both factors go into one pass over the gradients. `scale` is a scalar on the device; nothing waits for the device.
-    Returns the norm [] of the scaled gradients before clipping; non-finite gradients give a non-finite norm.
+    Both factors go into one pass. `grad` is the flat fp32 buffer of all gradients, `scale` a scalar on the device;
+    nothing waits for the device. Returns the norm [] of the scaled gradients before clipping; non-finite gradients give
+    a non-finite norm.
     """
-    grads = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(grads) * scale
+    norm = torch.linalg.vector_norm(grad) * scale
     if max_norm > 0:
         scale = scale * (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(grads, scale)
+    grad.mul_(scale)
     return norm
 
 
-def optimizer_state(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Tensor]:
+def optimizer_state(masters: dict[str, nn.Parameter], optimizers: list[Optimizer]) -> dict[str, Tensor]:
     """All state tensors, as optim.<parameter name>.<exp_avg | exp_avg_sq | step | momentum_buffer>.
 
     State that a first step would create is created here, as zeros. The tensors are the optimizers' own, so filling them
     in place (as torch.distributed.checkpoint does) restores the optimizers.
     """
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names = {parameter: name for name, parameter in masters.items()}
     tensors = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -1,13 +1,13 @@
 """Processes and devices: the one file that knows about ranks.
 
 One process needs no setup; under torchrun each process reads RANK, LOCAL_RANK and WORLD_SIZE, joins a process group
-(NCCL on GPUs, gloo on CPU) and the model is wrapped in DistributedDataParallel.
+(NCCL on GPUs, gloo on CPU). Every rank holds the whole model; after the last micro-batch of a step `sum_over_ranks`
+adds up their gradients, which lie in one buffer.
 """
 
 import contextlib
 import os
 import signal
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from twell.errors import UserError
 
@@ -92,24 +91,6 @@ def finish() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-
-
-def distribute(model: nn.Module, ranks: Ranks) -> nn.Module:
-    """`model` with its gradients averaged over ranks in backward; unchanged on one process."""
-    if ranks.world_size == 1:
-        return model
-    devices = [ranks.device.index] if ranks.device.type == "cuda" else None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of broadcast_buffers, whose successor torch 2.11 does not have
-        # The only buffer is the table of rotary angles, equal everywhere.
-        return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False)
-
-
-def gradient_sync(model: nn.Module, last_micro_step: bool) -> contextlib.AbstractContextManager:
-    """Context for one forward and backward: gradients cross ranks only on the last micro-step."""
-    if isinstance(model, DistributedDataParallel) and not last_micro_step:
-        return model.no_sync()
-    return contextlib.nullcontext()
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:

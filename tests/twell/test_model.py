@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from tests.twell.small import KINDS, N_VOCAB, VOCAB_SIZE, batch, build, ffn_config, model_config
 from twell.config import CONFIG_DIR, register
 from twell.model import KVCache, Transformer, rope_table, rotate
+from twell.routing import Routing
 
 
 def plain_forward(model: Transformer, weights: dict[str, Tensor], tokens: Tensor, targets: Tensor) -> Tensor:
@@ -278,11 +279,11 @@ def test_compiled_model_agrees(kind: str):
     tokens, targets = batch(masked=4)
     doc_ids = torch.tensor([[0] * 6 + [1] * 11] * 2)
     model, twin = build(kind, n_layers=1), build(kind, n_layers=1)
-    compiled = torch.compile(twin, fullgraph=True, dynamic=False)
+    twin.compile_parts()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for documents in (None, doc_ids):
-            eager, fast = model(tokens, targets, documents), compiled(tokens, targets, documents)
+            eager, fast = model(tokens, targets, documents), twin(tokens, targets, documents)
             assert_close(fast.loss_sum, eager.loss_sum)
             assert_close(fast.l1_sum, eager.l1_sum)
             for a, b in zip(eager.stats or (), fast.stats or ()):
@@ -292,3 +293,23 @@ def test_compiled_model_agrees(kind: str):
     for (name, p), q in zip(model.named_parameters(), twin.parameters()):
         assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
     assert twin.state_dict().keys() == model.state_dict().keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_equal_layers_share_one_compilation(impl: str):
+    """Also those whose sparse kernels each have a memory of their own."""
+    dynamo = pytest.importorskip("torch._dynamo")
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    model = build("sparse", n_layers=4, seq_len=8)
+    for block in model.blocks:
+        block.ffn.impl = impl
+    routing = Routing(model, torch.device("cpu"), torch.float32)
+    model.compile_parts()
+    tokens, targets = batch()
+    model(tokens[:, :8], targets[:, :8]).loss_sum.backward()
+    assert dynamo.utils.counters["stats"]["unique_graphs"] == 2  # a block, and the softmax of the loss
+    routing.update()
+    model(tokens[:, :8], targets[:, :8]).loss_sum.backward()
+    assert dynamo.utils.counters["stats"]["unique_graphs"] == 2

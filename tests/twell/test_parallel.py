@@ -22,14 +22,6 @@ assert parallel.from_main(("a", ranks.rank)) == ("a", 0)
 order = []
 with parallel.main_first(ranks):
     order.append(ranks.rank)
-net = torch.nn.Linear(1, 1, bias=False)
-net.weight.data.fill_(1.0)
-wrapped = parallel.distribute(net, ranks)
-for last in (False, True):
-    with parallel.gradient_sync(wrapped, last):
-        wrapped(torch.full((1, 1), float(ranks.rank))).sum().backward()
-    expected = (0.0 + 1.0) / 2 * 2 if last else float(ranks.rank)
-    assert net.weight.grad.item() == expected, (ranks.rank, last, net.weight.grad)
 if sys.argv[1] == "main":
     with parallel.main_first(ranks):
         raise ValueError("main is broken")
@@ -52,7 +44,7 @@ def torchrun(script: str, *args: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-def test_two_ranks_reduce_share_and_average_gradients(tmp_path):
+def test_two_ranks_reduce_and_share(tmp_path):
     script = tmp_path / "two.py"
     script.write_text(TWO_RANKS)
     done = torchrun(str(script), "work")
@@ -80,8 +72,6 @@ def test_a_failure_on_another_rank_reaches_the_main_one(tmp_path):
 def test_one_process_needs_no_setup():
     ranks = parallel.start("cpu")
     assert (ranks.rank, ranks.world_size, ranks.device.type) == (0, 1, "cpu")
-    net = torch.nn.Linear(1, 1)
-    assert parallel.distribute(net, ranks) is net
     assert parallel.from_main("x") == "x"
     assert parallel.sum_over_ranks(torch.tensor(2.0)) == 2
 
