@@ -44,11 +44,12 @@ def _mask(counted: Tensor | None) -> Tensor | None:
 
 def forward_pass(
     x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, counted: Tensor | None, handle: Tensor | None,
-    force: bool, save: bool,
+    force: bool, save: bool, stats: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(y [n, d], l1, nnz [n], fired [h], memory uint8, layout int64 [4] on the host) of contiguous x [n, d].
 
     handle: of the layer's FFNState, or None. force: the sparse route, whatever is predicted. save: a backward follows.
+    Without stats, all but y may be undefined.
     """
     n, d = x.shape
     h = w_up.shape[0]
@@ -61,7 +62,9 @@ def forward_pass(
     seen = None if state is None else state.seen
     captured = state is not None and state.captured
     if not force and not decision.runs_sparse(shape, save, x.device, x.dtype, captured):
-        return *_dense_forward(x, w_gate, w_up, w_down, counted, seen, save), torch.tensor([DENSE, 0, 0, 0])
+        # A layer that was never measured would stay dense for ever if passes without statistics did not measure it.
+        measures = stats or (state is not None and decision.room is None)
+        return *_dense_forward(x, w_gate, w_up, w_down, counted, seen, save, measures), torch.tensor([DENSE, 0, 0, 0])
     room = None if decision.room is None else decision.room_for(n, h, save)
     sample = None if state is None or not save else state.new_sample(n)
     slots = decision.slots if room is not None and x.element_size() == 2 else 0
@@ -71,7 +74,7 @@ def forward_pass(
     return out.y, out.l1, out.rows.count, out.fired, memory, layout
 
 
-def _dense_forward(x, w_gate, w_up, w_down, counted, seen, save):
+def _dense_forward(x, w_gate, w_up, w_down, counted, seen, save, stats):
     (n, _d), h, size = x.shape, w_up.shape[0], x.element_size()
     gated = w_gate is not None
     # Gated: pre-activations z and u, and a. Non-gated: a, made in place of z; its zeros are the pattern.
@@ -82,9 +85,12 @@ def _dense_forward(x, w_gate, w_up, w_down, counted, seen, save):
     torch.mm(x, (w_gate if gated else w_up).T, out=z)
     if gated:
         torch.mm(x, w_up.T, out=u)
-    count, fired, l1_parts = dense.activate(z, u, a, counted)
+    count, fired, l1_parts = dense.activate(z, u, a, counted, stats)
     y = a @ w_down
-    l1, fired = summarize(l1_parts, count, fired, counted, seen, None)
+    if stats:
+        l1, fired = summarize(l1_parts, count, fired, counted, seen, None)
+    else:
+        l1 = l1_parts.new_empty(())
     return y, l1, count, fired, memory if save else memory.new_empty(0)
 
 
@@ -92,7 +98,7 @@ ffn_forward = torch.library.custom_op("twell::ffn_forward", forward_pass, mutate
 
 
 @ffn_forward.register_fake
-def _(x, w_gate, w_up, w_down, counted, handle, force, save):
+def _(x, w_gate, w_up, w_down, counted, handle, force, save, stats):
     n, h = x.shape[0], w_up.shape[0]
     size = torch.library.get_ctx().new_dynamic_size()
     return (
@@ -151,7 +157,7 @@ def _(dy, dl1, x, w_gate, w_up, w_down, counted, handle, count, memory, layout):
 
 
 def _setup_context(ctx, inputs, output):
-    x, w_gate, w_up, w_down, counted, handle, _, _ = inputs
+    x, w_gate, w_up, w_down, counted, handle, _, _, _ = inputs
     _, _, count, fired, memory, layout = output
     ctx.mark_non_differentiable(count, fired, memory, layout)
     ctx.set_materialize_grads(False)  # else backward would begin with a zero gradient as large as `memory`
@@ -163,7 +169,7 @@ def _gradients(ctx, dy: Tensor | None, dl1: Tensor | None, backward) -> tuple[Te
     dy = torch.zeros_like(x) if dy is None else dy
     dl1 = x.new_zeros((), dtype=torch.float32) if dl1 is None else dl1
     dx, dw_gate, dw_up, dw_down = backward(dy, dl1, x, w_gate, w_up, w_down, counted, handle, count, memory, layout)
-    return dx, None if w_gate is None else dw_gate, dw_up, dw_down, None, None, None, None
+    return dx, None if w_gate is None else dw_gate, dw_up, dw_down, None, None, None, None, None
 
 
 ffn_forward.register_autograd(
@@ -189,5 +195,5 @@ def apply(*inputs) -> tuple[Tensor, ...]:
     """`ffn_forward(*inputs)`, by the shortest way there is."""
     if torch.compiler.is_compiling():
         return ffn_forward(*inputs)
-    save = inputs[-1]
+    save = inputs[-2]
     return _Eager.apply(*inputs) if save else forward_pass(*inputs)

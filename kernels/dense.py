@@ -11,16 +11,16 @@ import triton.language as tl
 from kernels.aot import AotCase
 from kernels.launch import POINTER
 
-_FORWARD = {"BM": 8, "BH": 512, "ROWS": 64, "num_warps": 8}
+_FORWARD = {"BM": 16, "BH": 256, "ROWS": 64, "num_warps": 4}  # a warp counts along whole rows of a block
 _BACKWARD = {"BM": 4, "BH": 1024, "num_warps": 8}
 
 
 @triton.jit
 def dense_forward_kernel(
     z, u, a, counted, count, fired, l1, n, H: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr,
-    GATED: tl.constexpr, COUNTED: tl.constexpr,
+    GATED: tl.constexpr, COUNTED: tl.constexpr, STATS: tl.constexpr,
 ):  # fmt: skip
-    """a = relu(z) * u (non-gated: relu(z)) for ROWS rows; entries per row and per column; sum of |a|."""
+    """a = relu(z) * u (non-gated: relu(z)) for ROWS rows; if STATS, entries per row and column and the sum of |a|."""
     j = tl.program_id(1) * BH + tl.arange(0, BH)
     in_row = (j < H)[None, :]
     per_column = tl.zeros((BM, BH), tl.int32)
@@ -35,16 +35,18 @@ def dense_forward_kernel(
         if GATED:
             act = (act * tl.load(u + at, mask=mask, other=0.0).to(tl.float32)).to(a.dtype.element_ty).to(tl.float32)
         tl.store(a + at, act.to(a.dtype.element_ty), mask=mask)
-        ones = fires.to(tl.int32)
-        tl.atomic_add(count + t, tl.sum(ones, 1), mask=t < n, sem="relaxed")
-        if COUNTED:
-            keep = tl.load(counted + t, mask=t < n, other=0).to(tl.int32)[:, None]
-            ones = ones * keep
-            act = tl.where(keep != 0, act, 0.0)
-        per_column += ones
-        total += tl.abs(act)
-    tl.atomic_add(fired + j, tl.sum(per_column, 0), mask=j < H, sem="relaxed")
-    tl.store(l1 + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.sum(tl.sum(total, 1), 0))
+        if STATS:
+            ones = fires.to(tl.int32)
+            tl.atomic_add(count + t, tl.sum(ones, 1), mask=t < n, sem="relaxed")
+            if COUNTED:
+                keep = tl.load(counted + t, mask=t < n, other=0).to(tl.int32)[:, None]
+                ones = ones * keep
+                act = tl.where(keep != 0, act, 0.0)
+            per_column += ones
+            total += tl.abs(act)
+    if STATS:
+        tl.atomic_add(fired + j, tl.sum(per_column, 0), mask=j < H, sem="relaxed")
+        tl.store(l1 + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.sum(tl.sum(total, 1), 0))
 
 
 @triton.jit
@@ -75,18 +77,21 @@ def dense_backward_kernel(
 
 
 def activate(
-    z: torch.Tensor, u: torch.Tensor | None, a: torch.Tensor, counted: torch.Tensor | None
+    z: torch.Tensor, u: torch.Tensor | None, a: torch.Tensor, counted: torch.Tensor | None, stats: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Fill a [n, h] from z (and u, gated); a may be z or u itself. Returns (count [n], fired [h], sums of |a|)."""
+    """Fill a [n, h] from z (and u, gated); a may be z or u itself.
+
+    Returns (count [n], fired [h], sums of |a|), undefined without `stats`.
+    """
     n, h = z.shape
-    count = torch.zeros(n, dtype=torch.int32, device=z.device)
-    fired = torch.zeros(h, dtype=torch.int32, device=z.device)
+    new = torch.zeros if stats else torch.empty
+    count, fired = (new(size, dtype=torch.int32, device=z.device) for size in (n, h))
     grid = (triton.cdiv(n, _FORWARD["ROWS"]), triton.cdiv(h, _FORWARD["BH"]))
     l1 = torch.empty(grid[0] * grid[1], dtype=torch.float32, device=z.device)
     if n:
         dense_forward_kernel[grid](
             z, z if u is None else u, a, count if counted is None else counted, count, fired, l1, n, H=h,
-            GATED=u is not None, COUNTED=counted is not None, **_FORWARD,
+            GATED=u is not None, COUNTED=counted is not None, STATS=stats, **_FORWARD,
         )  # fmt: skip
     return count, fired, l1
 
@@ -115,8 +120,9 @@ def aot_cases(arch: int) -> list[AotCase]:
     cases = []
     for kernel, options in ((dense_forward_kernel, _FORWARD), (dense_backward_kernel, _BACKWARD)):
         pointers = {"counted": "*i8", "count": "*i32", "fired": "*i32", "l1": "*fp32", "dl1": "*fp32", "n": "i32"}
-        constexprs = {"H": 5632, "GATED": True, "COUNTED": True} | options
+        constexprs = {"H": 5632, "GATED": True, "COUNTED": True, "STATS": True} | options
         warps = constexprs.pop("num_warps")
+        constexprs = {a: constexprs[a] for a in kernel.arg_names if a in constexprs}
         signature = {
             a: "constexpr" if a in constexprs else pointers.get(a, POINTER[torch.bfloat16]) for a in kernel.arg_names
         }

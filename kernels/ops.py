@@ -29,6 +29,7 @@ def sparse_ffn(
     counted: Tensor | None = None,
     impl: str = "auto",
     state: "FFNState | None" = None,
+    stats: bool = True,
 ) -> FFNOutput:
     """y = (relu(x w_gate^T) * (x w_up^T)) w_down, or with w_gate None y = relu(x w_up^T) w_down.
 
@@ -44,6 +45,9 @@ def sparse_ffn(
              be. With it no call waits for the device; the caller updates it and looks for overflow. Without one, triton
              reads the number of non-zeros back to size its buffers.
 
+    stats    False: only `y` of the result is of interest, and what else costs time may be left undefined. Without
+             gradients only.
+
     Returns `FFNOutput(y, l1, nnz, fired)`. `l1` is a sum over tokens: the caller scales it by coef / (layers * tokens).
     Traceable by torch.compile(fullgraph=True). Under autocast, x and the weights are cast to the autocast dtype. Raises
     ValueError on wrong shapes or dtypes and NotImplementedError when impl="triton" cannot be honoured.
@@ -52,7 +56,7 @@ def sparse_ffn(
     >>> loss = cross_entropy + coef / (n_layers * n_counted) * out.l1
     """
     _check_arguments(x, w_gate, w_up, w_down, counted, impl)
-    if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
+    if x.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, w_up, w_down = x.to(dtype), w_up.to(dtype), w_down.to(dtype)
         w_gate = None if w_gate is None else w_gate.to(dtype)
@@ -75,6 +79,7 @@ def sparse_ffn(
         None if state is None else state.handle,
         impl == "triton",
         save,
+        stats or save,
     )
     return FFNOutput(y.view(x.shape), l1, nnz, fired)
 

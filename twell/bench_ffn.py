@@ -1,6 +1,7 @@
 """The FFNs that benchmarks compare: dense ones in torch, eager and compiled, and a sparse layer that learns."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -70,19 +71,30 @@ class Sparse:
 
     def learn(self, batches: list[tuple[Tensor, Tensor]], weights: Iterable[Tensor | None]) -> None:
         """Show it the batches twice: the first time tells how sparse it is, the second how much room its buffers need
-        when it runs accordingly."""
-        for _ in range(2):
-            self._see(batches, weights)
-            self._update()
+        when it runs accordingly. It looks as if captured, when more passes run sparse."""
+        with self.capturing():
+            for _ in range(2):
+                self._see(batches, weights)
+                self._update()
 
     def repair(self, batches: list[tuple[Tensor, Tensor]], weights: Iterable[Tensor | None]) -> int:
         """Enlarge its buffers until the batches fit, as a trainer does that repeats the step; returns how often."""
-        for repeats in range(4):
-            self._see(batches, weights)
-            if not self.overflowed():
-                return repeats
-            self._update()
+        with self.capturing():
+            for repeats in range(4):
+                self._see(batches, weights)
+                if not self.overflowed():
+                    return repeats
+                self._update()
         raise RuntimeError("the buffers overflow again and again")
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """What runs meanwhile is captured in a CUDA graph: routes are chosen as if the host cost nothing."""
+        if self.state is not None:
+            self.state.captured = True
+        yield
+        if self.state is not None:
+            self.state.captured = False
 
     def _see(self, batches: list[tuple[Tensor, Tensor]], weights: Iterable[Tensor | None]) -> None:
         for x, dy in batches:
@@ -121,6 +133,10 @@ class Sparse:
 
     def full(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> FFNOutput:
         return sparse_ffn(x, w_gate, w_up, w_down, impl=self.impl, state=self.state)
+
+    def infer(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> Tensor:
+        """y alone, as inference wants it."""
+        return sparse_ffn(x, w_gate, w_up, w_down, impl=self.impl, state=self.state, stats=False).y
 
     def __call__(self, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         return self.full(*tensors)[:2]

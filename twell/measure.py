@@ -2,6 +2,7 @@
 
 import datetime
 import importlib.metadata
+import math
 import platform
 import statistics
 import subprocess
@@ -13,6 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 MB = 1e6
+SETTLE = 0.04  # seconds
 
 
 def environment(device: torch.device) -> dict[str, str | int]:
@@ -54,16 +56,21 @@ def alternate(
 ) -> dict[str, Timing]:
     """Time contender(i) for i in range(batches), all contenders taking turns in each of `rounds` rounds.
 
-    Taking turns lets heat and clocks touch all alike; several batches keep one's data from staying in the caches. On a
-    GPU nothing waits between calls: the host runs ahead, as it does in training, and events time the device.
+    Taking turns lets drifts touch all alike; several batches keep one's data from staying in the caches. On a GPU nothing
+    waits between calls: the host runs ahead, as it does in training, and events time the device. A turn begins with
+    `SETTLE` of untimed calls, because a GPU lowers its clock under the power that dense products draw and takes a while to
+    raise it again: each contender is timed at the clock that its own work allows.
     """
     for contender in contenders.values():
         for i in range(batches * warmup):
             contender(i % batches)
     host = {name: _host_time(contender, batches, device) for name, contender in contenders.items()}
+    settling = {name: _calls_in(SETTLE, contender, batches, device) for name, contender in contenders.items()}
     spans = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, contender in contenders.items():
+            for i in range(settling[name]):
+                contender(i % batches)
             for i in range(batches):
                 start = _now(device)
                 contender(i)
@@ -95,6 +102,18 @@ def _timing(times: list[float], host: float) -> Timing:
     times.sort()
     median = statistics.median(times)
     return Timing(median, (times[int(0.9 * (len(times) - 1))] - times[int(0.1 * (len(times) - 1))]) / median, host)
+
+
+def _calls_in(seconds: float, contender: Callable[[int], object], batches: int, device: torch.device) -> int:
+    """How many calls fill so much of the device's time; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    start = _now(device)
+    for i in range(batches):
+        contender(i)
+    end = _now(device)
+    _synchronize(device)
+    return math.ceil(1e3 * seconds * batches / _elapsed(start, end))
 
 
 def _host_time(contender: Callable[[int], object], batches: int, device: torch.device) -> float:

@@ -31,3 +31,10 @@ def test_nan_is_kept(device):
     a = torch.empty_like(z)
     count, _, _ = dense.activate(z, None, a, None)
     assert a.isnan().tolist() == [[False, True, False]] and count.tolist() == [2]
+
+
+def test_activation_alone(device):
+    z, u = torch.randn(9, 300, device=device), torch.randn(9, 300, device=device)
+    a = torch.empty_like(z)
+    dense.activate(z, u, a, None, stats=False)
+    torch.testing.assert_close(a, z.relu() * u)

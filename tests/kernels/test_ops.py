@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from kernels.autograd import forward_pass
 from kernels.ops import sparse_ffn
 from kernels.state import FFNState
 from tests.kernels.ffn_cases import DL1, PATTERNS, Case, assert_accurate, differentiate, make_case, run
@@ -108,6 +109,23 @@ def test_without_gradients(device):
     torch.testing.assert_close(output, expected)
 
 
+def test_without_statistics(device):
+    """Dense and sparse; a layer that was never measured measures all the same, or it would stay dense for ever."""
+    case = make_case(9, 24, 70, "1 %", device=device)
+    expected = run(case, impl="torch")[0].y
+    state = FFNState(70, device)
+    for impl in ("auto", "triton"):
+        y = sparse_ffn(*case.tensors, impl=impl, state=state, stats=False).y
+        torch.testing.assert_close(y, expected)
+    x, *weights = case.tensors
+    state = FFNState(70, device)
+    y, *_ = forward_pass(
+        x, *weights, None, state.handle, False, False, False
+    )  # what auto does on a GPU: dense at first
+    torch.testing.assert_close(y, expected)
+    assert state.seen.numbers[0] == 1
+
+
 @pytest.mark.parametrize("frozen", [(0,), (1, 2, 3), (3,)])
 def test_only_some_inputs_need_gradients(frozen, device):
     case = make_case(4, 16, 40, "50 %", device=device)
@@ -172,5 +190,5 @@ def test_operator_is_registered_properly(gated, route, device):
     case = make_case(2, 8, 20, "50 %", gated=gated, device=device, masked=True)
     tensors = [None if t is None else t.detach().requires_grad_() for t in case.tensors]
     state = FFNState(20, device)
-    arguments = (*tensors, case.counted.view(torch.int8), state.handle, route == "sparse", True)
+    arguments = (*tensors, case.counted.view(torch.int8), state.handle, route == "sparse", True, True)
     torch.library.opcheck(torch.ops.twell.ffn_forward.default, arguments)
