@@ -8,12 +8,12 @@ Why it settles. After a change of the coefficient c, log L0 goes to its new valu
 by about 1 for each 1 that log c rises (0.5 at the dense end, 1.5 at the sparse one). Such a quantity, measured as y
 with slope y', will end at y + T y' if c stays. The controller compares this end, not the present, with the target:
 
-    d(log c)/dt = clamp(y + T y' - log target, -1, 1) / T
+    d(log c)/dt = clamp(GAIN (y + T y' - log target), -1, 1) / T
 
-While L0 still falls from half of all neurons to a few, it waits; near the target it closes the error at rate 1/T,
-without overshoot if T is right and with little if T is wrong by 3 (ffn.l1.response_steps is T). Time counts in steps
-at the peak learning rate: a step at a tenth of it moves the weights, and the clock, a tenth as far. The bounds are
-coef / range and coef * range.
+While L0 still falls from half of all neurons to a few, it waits; near the target it closes the error at rate GAIN / T.
+T is ffn.l1.response_steps. If the model is as slow as that, or faster, L0 comes down to the target without passing it;
+a model three times as slow passes it by a quarter before it returns. Time counts in steps at the peak learning rate: a
+step at a tenth of it moves the weights, and the clock, a tenth as far. The bounds are coef / range and coef * range.
 
 All of it is arithmetic on device tensors, from statistics summed over ranks: no step waits for it, and every rank
 computes the same coefficient.
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from twell.config import Config
 
+GAIN = 2.0
 SMOOTHING = 0.2  # of T: over how long L0 is averaged
 FLOOR = 0.05  # of the target: less is taken for this, so that a collapse does not dominate the average for long
 
@@ -110,7 +111,7 @@ class L1Control:
         if self._share < 1:  # the schedule has not arrived yet: what is seen is not what the coefficient will give
             return
         end = smoothed + difference / SMOOTHING
-        self._correction += (end - target).clamp(-1, 1) * (pace / l1.response_steps)
+        self._correction += (GAIN * (end - target)).clamp(-1, 1) * (pace / l1.response_steps)
         self._correction.clamp_(-math.log(l1.range), math.log(l1.range))
 
     def summary(self) -> dict[str, float]:

@@ -73,8 +73,8 @@ class DeadNeurons:
         """Count what came to life since the last check, and reinitialise what is dead if the remedy says so.
 
         Args:
-            tensors: the run's own tensors under their checkpoint names: weights as the optimizer knows them, and its
-                state. Call this between the optimizer's step and whatever copies its weights elsewhere.
+            tensors: the run's own tensors under their checkpoint names: the weights that the optimizer changes, and
+                its state. What is copied from these weights must be copied afterwards.
             seed, step: what the random numbers depend on, so that a resumed run draws the same.
         """
         self.merge(max_over_ranks)
