@@ -201,7 +201,8 @@ def train(cfg: Config, closing: ExitStack) -> None:
         saving = ending or at.step % cfg.checkpoint.interval == 0
 
         # ---- Log: also before every checkpoint, so that a resumed run starts with empty sums.
-        if saving or at.step % cfg.log.interval == 0:
+        logging = saving or at.step % cfg.log.interval == 0
+        if logging:
             meter.merge(parallel.sum_over_ranks)
             neurons.merge(parallel.max_over_ranks)
             seconds, n_steps = watch.take()
@@ -230,10 +231,10 @@ def train(cfg: Config, closing: ExitStack) -> None:
                 values |= meter.summary() | neurons.summary() | routing.metrics()
             tracker.record(at.step, at.tokens, values)
             log(console_line(at.step, steps, values, eta_seconds=(steps - at.step) * seconds / n_steps))
-            routing.update()
             totals.zero_()
             meter.reset()
             waited = loader.wait_seconds
+        routing.after_step(logging)
 
         # ---- Validate.
         if at.step == steps or (at.step % cfg.eval.interval == 0 and not stop):

@@ -82,8 +82,8 @@ class DeadConfig:
 class FFNConfig:
     kind: str = MISSING  # dense_silu | dense_relu | sparse | sparse_nongated
     d_ff: int = MISSING  # hidden width used by this kind: model.d_ff, or model.d_ff_nongated
-    # sparse kinds: triton = always compute only the non-zeros, in kernels/; torch = dense products; auto = as torch,
-    # until choosing per layer during training has been measured to be faster
+    # sparse kinds: auto = on a GPU, per layer and from what it has measured, the kernels for the non-zeros or dense
+    # products, whichever is faster; on a CPU as torch. triton = always the kernels; torch = always dense products
     impl: str = "auto"
     l1: L1Config = field(default_factory=L1Config)
     dead: DeadConfig = field(default_factory=DeadConfig)

@@ -20,10 +20,12 @@ class Routing:
         self._device = device
         self._layers = [module for module in model.modules() if isinstance(module, SparseFFN)]
         self._states = []
+        self._steps = 0  # since this process started: what was learnt before is not in the checkpoint
         for layer in self._layers:
             d_ff, d_model = layer.w_up.shape
-            # auto stays on torch until choosing per layer during training has been measured to be faster
-            if layer.impl == "triton" and unsupported(device, dtype, d_model) is None:
+            # auto on a CPU is torch: there the kernels only run in Triton's interpreter
+            wanted = layer.impl == "triton" or (layer.impl == "auto" and device.type == "cuda")
+            if wanted and unsupported(device, dtype, d_model) is None:
                 from kernels.state import FFNState  # needs triton
 
                 layer.state = FFNState(d_ff, device)
@@ -43,6 +45,15 @@ class Routing:
             from kernels.state import update
 
             update(self._states)
+
+    def after_step(self, logging: bool) -> None:
+        """Call after every optimizer step: learns after the 1st, 2nd, 4th, 8th, ... and when `logging`.
+
+        Layers become sparse within the first few hundred steps; each update waits for the device.
+        """
+        self._steps += 1
+        if logging or self._steps & (self._steps - 1) == 0:
+            self.update()
 
     def metrics(self) -> dict[str, float]:
         """sparsity/route/layer_00 ...: 1 where the next training pass computes only the non-zeros, else 0."""

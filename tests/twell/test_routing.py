@@ -39,6 +39,15 @@ def test_dense_kinds_have_no_routes():
     assert Routing(build_ffn(FFNConfig(kind="dense_relu", d_ff=8), 4), CPU, torch.float32).metrics() == {}
 
 
+def test_layers_learn_early_and_when_logging(monkeypatch):
+    routing = Routing(build_ffn(FFNConfig(kind="sparse", d_ff=8, impl="triton"), 4), CPU, torch.float32)
+    learnt = []
+    monkeypatch.setattr(routing, "update", lambda: learnt.append(step))
+    for step in range(1, 21):
+        routing.after_step(logging=step % 10 == 0)
+    assert learnt == [1, 2, 4, 8, 10, 16, 20]
+
+
 @pytest.mark.slow
 def test_training_through_the_kernels_equals_training_through_torch(tmp_path):
     torch_records = train_tiny(tmp_path, "name=torch", "steps=4", *KERNELS, "ffn.impl=torch")
