@@ -11,21 +11,21 @@ import triton.language as tl
 from kernels.aot import AotCase
 from kernels.launch import POINTER
 
-_FORWARD = {"BM": 16, "BH": 256, "ROWS": 64, "num_warps": 4}  # a warp counts along whole rows of a block
+_FORWARD = {"BM": 16, "BH": 256, "ROWS": 64, "STAGES": 1, "num_warps": 4}  # a warp counts along whole rows of a block
 _BACKWARD = {"BM": 4, "BH": 1024, "num_warps": 8}
 
 
 @triton.jit
 def dense_forward_kernel(
     z, u, a, counted, count, fired, l1, n, H: tl.constexpr, BM: tl.constexpr, BH: tl.constexpr, ROWS: tl.constexpr,
-    GATED: tl.constexpr, COUNTED: tl.constexpr, STATS: tl.constexpr,
+    STAGES: tl.constexpr, GATED: tl.constexpr, COUNTED: tl.constexpr, STATS: tl.constexpr,
 ):  # fmt: skip
     """a = relu(z) * u (non-gated: relu(z)) for ROWS rows; if STATS, entries per row and column and the sum of |a|."""
     j = tl.program_id(1) * BH + tl.arange(0, BH)
     in_row = (j < H)[None, :]
     per_column = tl.zeros((BM, BH), tl.int32)
     total = tl.zeros((BM, BH), tl.float32)
-    for s in range(0, ROWS, BM):
+    for s in tl.range(0, ROWS, BM, num_stages=STAGES):
         t = tl.program_id(0) * ROWS + s + tl.arange(0, BM)
         mask = (t < n)[:, None] & in_row
         at = t[:, None].to(tl.int64) * H + j[None, :]

@@ -156,6 +156,7 @@ def test_never_waits_for_the_device(impl, mean):
 def test_a_compiled_layer_changes_its_route_without_recompiling():
     problem = Problem(FiringLaw(20), 1024, 2816, device=DEVICE)
     state = FFNState(2816, DEVICE)
+    state.captured = True  # a slow host is no reason to stay dense here
     x, dy = problem.batch(16384, 0)
     case = Case(x, *problem.weights, dy)
     compiled = torch.compile(sparse_ffn, fullgraph=True)
@@ -170,6 +171,28 @@ def test_a_compiled_layer_changes_its_route_without_recompiling():
         update([state])
     assert routes == [False, True, True]
     assert not overflowed([state])
+
+
+@pytest.mark.parametrize("packing", ["bitmap", "twell"])
+@pytest.mark.parametrize("mean", [30, 1000])
+def test_a_captured_step_repeats_the_launched_one(packing, mean):
+    problem = Problem(FiringLaw(mean, token_sigma=0.6), 1024, 2816, device=DEVICE)
+    state = FFNState(2816, DEVICE, packing)
+    state.captured = True
+    x, dy = problem.batch(4096, 0)
+    case = Case(x, *problem.weights, dy)
+    for _ in range(4):
+        run(case, state=state)
+        update([state])
+    output, gradients = run(case, state=state)
+    assert_accurate(case, output, gradients)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured_output, captured_gradients = run(case, state=state)
+    graph.replay()
+    assert not overflowed([state])
+    assert torch.equal(captured_output.y, output.y) and torch.equal(captured_output.fired, output.fired)
+    assert all(torch.equal(one, other) for one, other in zip(captured_gradients, gradients))
 
 
 def test_little_is_held_for_backward():
