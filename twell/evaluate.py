@@ -1,13 +1,32 @@
-"""Validation: what the model's loss is on text it has not seen."""
+"""Evaluation: what the model's loss is on text it has not seen, and how it does in lm-eval's tasks.
 
+    python -m twell.evaluate run=runs/NAME                                      # loss on the validation split
+    python -m twell.evaluate run=runs/NAME data=datasets/FOLDER                 # on that of another prepared data set
+    python -m twell.evaluate run=runs/NAME tasks=[hellaswag,mine/task.yaml] n_fewshot=5
+
+Results are printed, written to runs/NAME/eval/step-00001000.json beside those of earlier evaluations of the same
+checkpoint, and put into the summary of the run's wandb entry if it has one. Tasks need the extra `eval`. Keys are the
+fields of `EvaluateConfig`.
+"""
+
+import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from data.loader import Batch
-from twell import parallel
+from data.loader import Batch, validation_batches
+from data.prepare import prepare
+from data.prepared import PreparedData, open_prepared
+from data.tokenizer import Tokenizer
+from twell import parallel, tracking
+from twell.arguments import parse_arguments, run_command
+from twell.config import Config, ConfigError
 from twell.routing import Routing
 
 
@@ -50,3 +69,105 @@ def _totals(model: nn.Module, batches: Sequence[Batch], token_bytes: Tensor) -> 
         totals[1] += counted.sum()
         totals[2] += (token_bytes[batch.targets.clamp(min=0)] * counted).sum()
     return totals
+
+
+@dataclass
+class EvaluateConfig:
+    run: str = ""  # the run's folder
+    tasks: list[str] = field(default_factory=list)  # lm-eval's tasks: names, or task files (.yaml)
+    n_fewshot: int | None = None  # examples before each question; null = what the task says
+    limit: int | None = None  # questions per task; null = all
+    batch: int = 8  # sequences in one forward pass
+    tokens: int | None = None  # validation tokens; null = the run's eval.tokens; 0 = only the tasks
+    data: str | None = None  # a prepared data set (a folder below datasets/) instead of the run's own
+    checkpoint: str = "latest"  # latest | best | a step
+    device: str = "auto"  # auto | cpu | cuda
+
+
+def device_named(name: str) -> torch.device:
+    """auto = a GPU if torch sees one."""
+    if name not in ("auto", "cpu", "cuda") or (name == "cuda" and not torch.cuda.is_available()):
+        raise ConfigError(f"device={name}: must be auto, cpu, or cuda if torch sees a GPU")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def checkpoint_config(meta: dict[str, Any]) -> Config:
+    """The config that a checkpoint's meta holds."""
+    return OmegaConf.merge(OmegaConf.structured(Config), meta["config"])
+
+
+def evaluation_data(cfg: Config, tokenizer: Tokenizer, folder: str | None) -> PreparedData | None:
+    """The prepared data set in `folder`, else the run's own; None if it has none (an imported model).
+
+    Raises ConfigError if the tokenizers differ.
+    """
+    if folder is None and OmegaConf.is_missing(cfg.data, "source"):
+        return None
+    prepared = prepare(cfg.data, val_tokens=cfg.eval.tokens) if folder is None else open_prepared(folder)
+    if prepared.tokenizer.identity != tokenizer.identity:
+        raise ConfigError(
+            f"data={folder}: made with the tokenizer {prepared.tokenizer.name}, not with the run's ({tokenizer.name})"
+        )
+    return prepared
+
+
+def evaluate(cfg: EvaluateConfig) -> dict[str, Any]:
+    """Do what `cfg` asks for; returns what the results file then holds."""
+    from twell.generate import load_run  # which imports what train.py needs of this module
+
+    run, device = Path(cfg.run), device_named(cfg.device)
+    model, tokenizer, meta = load_run(run, cfg.checkpoint, device)
+    trained = checkpoint_config(meta)
+    path = run / "eval" / f"step-{meta['step']:08d}.json"
+    results = json.loads(path.read_text()) if path.exists() else {"step": meta["step"], "validation": {}, "tasks": {}}
+    prepared = None if cfg.tokens == 0 else evaluation_data(trained, tokenizer, cfg.data)
+    if prepared is not None:
+        tokens = cfg.tokens or trained.eval.tokens
+        shape = {"seq_len": trained.model.seq_len, "micro": cfg.batch, "mask_documents": trained.data.mask_documents}
+        batches = validation_batches(prepared, tokens=tokens, **shape, device=device)
+        token_bytes = torch.from_numpy(tokenizer.token_bytes()).long().to(device)
+        values = validate_model(model, batches, token_bytes, Routing(model, device, model.compute_dtype))
+        counted = sum(int((batch.targets >= 0).sum()) for batch in batches)
+        results["validation"][prepared.folder.name] = values | {"tokens": counted}
+    if cfg.tasks:
+        from twell.evaluate_tasks import run_tasks  # needs lm-eval
+
+        results["tasks"] |= run_tasks(model, tokenizer, cfg.tasks, cfg.n_fewshot, cfg.limit, cfg.batch)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    _to_wandb(run, trained, meta, results)
+    return results
+
+
+def _to_wandb(run: Path, trained: Config, meta: dict[str, Any], results: dict[str, Any]) -> None:
+    """Add the numbers to the summary of the run's wandb entry, as eval/DATA_OR_TASK/METRIC, if there is one."""
+    if meta["wandb_id"] is None:
+        return
+    handle = tracking._start_wandb(trained, run, meta["wandb_id"], print)
+    if handle is not None:
+        numbers = results["validation"] | results["tasks"]
+        for name, values in numbers.items():
+            handle.summary.update({f"eval/{name}/{key}": value for key, value in values.items()})
+        handle.finish()
+
+
+def main(arguments: Sequence[str]) -> None:
+    cfg = parse_arguments(arguments, EvaluateConfig, __doc__)
+    rules = (
+        (cfg.run != "", "run", "name the run's folder, e.g. run=runs/NAME"),
+        (cfg.batch >= 1, "batch", "must be at least 1"),
+        (cfg.tokens is None or cfg.tokens >= 0, "tokens", "must be at least 0, or null"),
+        (cfg.limit is None or cfg.limit >= 1, "limit", "must be at least 1, or null"),
+        (cfg.n_fewshot is None or cfg.n_fewshot >= 0, "n_fewshot", "must be at least 0, or null"),
+    )
+    for holds, key, rule in rules:
+        if not holds:
+            raise ConfigError(f"{key}={getattr(cfg, key)}: {rule}")
+    results = evaluate(cfg)
+    for part in ("validation", "tasks"):
+        for name, values in results[part].items():
+            print(f"{name}: " + "  ".join(f"{key} {value:.4f}" for key, value in values.items() if value is not None))
+
+
+if __name__ == "__main__":
+    run_command(main)
