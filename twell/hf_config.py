@@ -1,0 +1,238 @@
+"""What a Hugging Face config.json says about a model of ours, and the other way round.
+
+    gated, SiLU or ReLU     llama; with q/k/v biases qwen2; with QK norm qwen3; with both qwen3 and attention_bias
+    ReLU without a gate     arcee; with q/k/v biases arcee and attention_bias; with QK norm there is none
+    SparseLM, as published  llama_sparse_relu, qwen2_sparse_relu: read only; ReLU whatever hidden_act says
+
+A type whose attention_bias also gives the output projection a bias gets one of zeros, which changes nothing.
+Both spellings of transformers 4 and 5 are read, and both are written, so that either version loads what we export.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from twell.config import FFNConfig, ModelConfig
+from twell.errors import UserError
+
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "arcee": "ArceeForCausalLM",
+}
+SPARSE_SUFFIX = "_sparse_relu"
+READABLE = (*CLASSES, "llama_sparse_relu", "qwen2_sparse_relu")
+# Keys that must be absent or have one of these values: with any other the model is not the one that we would build.
+FIXED = {
+    "mlp_bias": (False,),
+    "use_sliding_window": (False,),
+    "rope_interleaved": (False,),
+    "partial_rotary_factor": (1, None),
+    "quantization_config": (None,),
+}
+
+
+class InterchangeError(UserError):
+    """A model that cannot be exported or imported; the message says what is in the way."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What decides the names and shapes of a Hugging Face checkpoint.
+
+    n_vocab: rows of the embedding there; qkv_bias, o_bias: biases of the attention; sparse: the published SparseLM
+    layout, whose files do not always say how the down projection lies; transposed_down: [d_ff, d_model], as ours.
+    """
+
+    n_layers: int
+    d_model: int
+    d_ff: int
+    q_width: int
+    kv_width: int
+    head_dim: int
+    n_vocab: int
+    gated: bool
+    tied: bool
+    qk_norm: bool
+    qkv_bias: bool
+    o_bias: bool
+    sparse: bool = False
+    transposed_down: bool = False
+
+
+def model_type(model: ModelConfig, gated: bool) -> str:
+    """The stock architecture that computes exactly what `model` does; InterchangeError if there is none."""
+    if not gated:
+        if model.qk_norm:
+            raise InterchangeError(
+                "model.qk_norm=true with ffn.kind=sparse_nongated: transformers has no architecture with QK norm and "
+                "an MLP without a gate; of the two, one alone can be exported"
+            )
+        return "arcee"
+    if model.qk_norm:
+        return "qwen3"
+    return "qwen2" if model.qkv_bias else "llama"
+
+
+def layout_of(model: ModelConfig, ffn: FFNConfig, d_ff: int, n_vocab: int) -> Layout:
+    """The layout that `model` is exported in; `d_ff` is its width, smaller than ffn.d_ff if it was pruned."""
+    gated = ffn.kind != "sparse_nongated"
+    head_dim = model.d_model // model.n_heads
+    return Layout(
+        n_layers=model.n_layers,
+        d_model=model.d_model,
+        d_ff=d_ff,
+        q_width=model.d_model,
+        kv_width=model.n_kv_heads * head_dim,
+        head_dim=head_dim,
+        n_vocab=n_vocab,
+        gated=gated,
+        tied=model.tied,
+        qk_norm=model.qk_norm,
+        qkv_bias=model.qkv_bias,
+        o_bias=model.qkv_bias and model_type(model, gated) != "qwen2",
+    )
+
+
+def to_hf_config(model: ModelConfig, ffn: FFNConfig, layout: Layout, *, dtype: str, eot: int) -> dict[str, Any]:
+    """config.json of an exported model. dtype: as torch names it ("float32"); eot: the end-of-text id."""
+    kind = model_type(model, layout.gated)
+    config = {
+        "architectures": [CLASSES[kind]],
+        "model_type": kind,
+        "vocab_size": layout.n_vocab,
+        "hidden_size": model.d_model,
+        "intermediate_size": layout.d_ff,
+        "num_hidden_layers": model.n_layers,
+        "num_attention_heads": model.n_heads,
+        "num_key_value_heads": model.n_kv_heads,
+        "head_dim": layout.head_dim,
+        "hidden_act": "silu" if ffn.kind == "dense_silu" else "relu",
+        "max_position_embeddings": model.seq_len,
+        "rms_norm_eps": model.norm_eps,
+        "rope_theta": model.rope_theta,  # transformers 4
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},  # transformers 5
+        "tie_word_embeddings": model.tied,
+        "attention_bias": layout.o_bias,
+        "attention_dropout": 0.0,
+        "bos_token_id": eot,
+        "eos_token_id": eot,
+        "pad_token_id": eot,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "torch_dtype": dtype,  # transformers 4
+        "dtype": dtype,  # transformers 5
+    }
+    if kind in ("llama", "arcee"):
+        config["mlp_bias"] = False
+    if kind in ("qwen2", "qwen3"):
+        config["use_sliding_window"] = False
+    return config
+
+
+def from_hf_config(config: dict[str, Any], name: str) -> tuple[ModelConfig, str, Layout]:
+    """Our model, its kind of FFN (dense_silu, sparse or sparse_nongated) and the layout of its checkpoint.
+
+    name: what the model shall be called. Raises InterchangeError for everything that we do not have.
+    """
+    kind = config.get("model_type")
+    if kind not in READABLE:
+        named = ", ".join(config.get("architectures") or ["no architectures"])
+        raise InterchangeError(f"config.json: model_type={kind} ({named}): only {', '.join(READABLE)} can be imported")
+    for key, allowed in FIXED.items():
+        if key in config and config[key] not in allowed:
+            raise InterchangeError(f"config.json: {key}={config[key]}: not supported, must be {allowed[0]}")
+    if set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}:
+        raise InterchangeError(f"config.json: layer_types={config['layer_types']}: only full_attention is supported")
+    is_sparse, base = kind.endswith(SPARSE_SUFFIX), kind.removesuffix(SPARSE_SUFFIX)
+    gated = config.get("sparsity_gated_mlp", True) if is_sparse else base != "arcee"
+    d_ff = _size(config, "intermediate_size")
+    if is_sparse and config.get("sparsity_new_intermediate_size") is not None:
+        d_ff = _size(config, "sparsity_new_intermediate_size")
+    attention_bias = bool(config.get("attention_bias", False))
+    model = ModelConfig(
+        name=name,
+        n_layers=_size(config, "num_hidden_layers"),
+        d_model=_size(config, "hidden_size"),
+        n_heads=_size(config, "num_attention_heads"),
+        n_kv_heads=_size(config, "num_key_value_heads", otherwise="num_attention_heads"),
+        # The other kind of FFN gets about as many parameters.
+        d_ff=d_ff if gated else max(1, 2 * d_ff // 3),
+        d_ff_nongated=3 * d_ff // 2 if gated else d_ff,
+        seq_len=_size(config, "max_position_embeddings"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qk_norm=base == "qwen3",
+        qkv_bias=base == "qwen2" or attention_bias,
+        rope_theta=_rope_theta(config),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+    )
+    head_dim = _head_dim(config, model)
+    layout = Layout(
+        n_layers=model.n_layers,
+        d_model=model.d_model,
+        d_ff=d_ff,
+        q_width=model.d_model,
+        kv_width=model.n_kv_heads * head_dim,
+        head_dim=head_dim,
+        n_vocab=_size(config, "vocab_size"),
+        gated=gated,
+        tied=model.tied,
+        qk_norm=model.qk_norm,
+        qkv_bias=model.qkv_bias,
+        o_bias=attention_bias and base != "qwen2",
+        sparse=is_sparse,
+        transposed_down=is_sparse and gated and bool(config.get("sparsity_use_hybrid_kernel", False)),
+    )
+    return model, _ffn_kind(config, is_sparse, gated), layout
+
+
+def _ffn_kind(config: dict[str, Any], is_sparse: bool, gated: bool) -> str:
+    act = "relu" if is_sparse else config.get("hidden_act", "silu")
+    if act in ("silu", "swish") and gated:
+        return "dense_silu"
+    if act != "relu":
+        allowed = "silu or relu" if gated else "relu, for an MLP without a gate"
+        raise InterchangeError(f"config.json: hidden_act={act}: must be {allowed}")
+    return "sparse" if gated else "sparse_nongated"
+
+
+def _rope_theta(config: dict[str, Any]) -> float:
+    """The base of the rotary angles, wherever the file has it; InterchangeError if they are scaled."""
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = config.get(key) or {}
+        kind, share = rope.get("rope_type", rope.get("type", "default")), rope.get("partial_rotary_factor", 1)
+        differs_by_layer = any(isinstance(value, dict) for value in rope.values())
+        if kind != "default" or share != 1 or differs_by_layer:
+            raise InterchangeError(
+                f"config.json: {key}={rope}: only rope_type=default, alike in all layers, is supported"
+            )
+    theta = (config.get("rope_parameters") or {}).get("rope_theta", config.get("rope_theta", 10000.0))
+    if not isinstance(theta, int | float) or not 0 < theta < math.inf:
+        raise InterchangeError(f"config.json: rope_theta={theta}: must be a number above 0")
+    return float(theta)
+
+
+def _head_dim(config: dict[str, Any], model: ModelConfig) -> int:
+    derived = model.d_model // model.n_heads
+    # Qwen3's class has a head_dim of its own if the file has none.
+    stated = config.get("head_dim") or (128 if config["model_type"] == "qwen3" else derived)
+    if stated != derived or model.d_model % model.n_heads or derived % 2:
+        raise InterchangeError(
+            f"config.json: head_dim={stated} with hidden_size={model.d_model} and num_attention_heads={model.n_heads}: "
+            "only an even head_dim of hidden_size / num_attention_heads is supported"
+        )
+    if model.n_heads % model.n_kv_heads:
+        raise InterchangeError(
+            f"config.json: num_key_value_heads={model.n_kv_heads} does not divide num_attention_heads={model.n_heads}"
+        )
+    return derived
+
+
+def _size(config: dict[str, Any], key: str, otherwise: str | None = None) -> int:
+    value = config.get(key)
+    if value is None and otherwise is not None:
+        value = config.get(otherwise)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InterchangeError(f"config.json: {key}={value}: must be a whole number of at least 1")
+    return value
