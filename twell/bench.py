@@ -1,6 +1,9 @@
 """Benchmarks: python -m twell.bench COMMAND [key=value ...]
 
     kernels    the sparse FFN against the dense one: time, error, memory, and each stage against its floor
+    step       the whole training step, dense against sparse: tokens/s, MFU, parts, memory, energy
+    prefill    the same for a forward pass over prompts
+    fit        the largest micro-batch that fits this GPU
 
 `python -m twell.bench COMMAND help=true` lists the command's keys and their defaults.
 """
@@ -11,7 +14,15 @@ import sys
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-COMMANDS = {"kernels": "twell.bench_kernels"}  # name -> module with a dataclass `Options` and a function `run(options)`
+from twell.errors import UserError
+
+# name -> module with a dataclass `Options` and a function `run(options)`
+COMMANDS = {
+    "kernels": "twell.bench_kernels",
+    "step": "twell.bench_step",
+    "prefill": "twell.bench_prefill",
+    "fit": "twell.bench_fit",
+}
 
 
 def main(arguments: list[str]) -> int:
@@ -29,7 +40,11 @@ def main(arguments: list[str]) -> int:
     except OmegaConfBaseException as e:
         print(f"{str(e).splitlines()[0]} (help=true lists the keys of {arguments[0]})", file=sys.stderr)
         return 2
-    command.run(options)
+    try:
+        command.run(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -14,6 +14,7 @@ tokens, and equal ids would then fire equal neurons. A learning rate of 0 keeps 
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -33,7 +34,14 @@ ATTEMPTS = 12
 
 
 @torch.no_grad()
-def force_firing(model: Transformer, mean_nnz: float, tokens: Tensor, token_sigma: float = 0.6) -> list[float]:
+def force_firing(
+    model: Transformer,
+    mean_nnz: float,
+    tokens: Tensor,
+    *,
+    token_sigma: float = 0.6,
+    masters: Mapping[str, Tensor] | None = None,
+) -> list[float]:
     """Overwrite some weights of an initialised model, so that in every layer `mean_nnz` neurons fire per token.
 
     Args:
@@ -41,6 +49,7 @@ def force_firing(model: Transformer, mean_nnz: float, tokens: Tensor, token_sigm
         mean_nnz: at most MOST of the hidden width.
         tokens: int [b, t], like those that the model will see; each layer's biases are fitted to it.
         token_sigma: log-normal deviation of a token id's expected number of firing neurons.
+        masters: fp32 copies of the parameters under the same names, which get the new values, too.
 
     Returns the mean number on `tokens`, by layer. Raises ValueError if a layer cannot be fitted.
     """
@@ -60,6 +69,8 @@ def force_firing(model: Transformer, mean_nnz: float, tokens: Tensor, token_sigm
     finally:
         for hook in hooks:
             hook.remove()
+    for name, master in (masters or {}).items():
+        master.copy_(model.get_parameter(name))
     return reached
 
 
