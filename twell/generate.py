@@ -1,143 +1,125 @@
-"""Sample text from a run.
+"""Write text with a run's model.
 
     python -m twell.generate run=runs/NAME prompt="def main(" temperature=0.8 top_k=50 top_p=0.95 seed=1 n=2
+    python -m twell.generate run=runs/NAME prompts=prompts.txt temperature=0
 
-Keys are the fields of `GenerateConfig`. A sample ends at end of text or after max_new_tokens. The model looks back over
-at most its seq_len tokens: of a longer prompt it sees the end.
+Keys are the fields of `GenerateConfig`. Text appears as it is written, and ends at end of text or after max_new_tokens.
+The model looks back over at most its seq_len tokens: of a longer prompt it sees the end. Sample i draws from the random
+numbers of seed + i, whatever is computed beside it.
 """
 
+import codecs
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from torch import Tensor
 
 from data.tokenizer import Tokenizer, load_tokenizer
 from twell import checkpoint
 from twell.config import Config, ConfigError, explain, padded_vocab_size
-from twell.errors import UserError
-from twell.model import KVCache, Transformer
+from twell.errors import UserError, first_line
+from twell.inference import Engine
+from twell.model import Transformer
+from twell.sampling import Sampling
 
 
 @dataclass
 class GenerateConfig:
     run: str = ""  # the run's folder
     prompt: str = ""  # what to continue, taken literally; empty = a new document
-    n: int = 1  # samples
+    prompts: str | None = None  # instead: a text file with one prompt a line
+    n: int = 1  # samples of each prompt
+    rows: int = 64  # of them computed at once, at most
     max_new_tokens: int = 200
-    temperature: float = 0.8  # 0 = always the most probable token
-    top_k: int | None = 50  # sample among the k most probable tokens; null = all
-    top_p: float | None = 0.95  # and among the fewest whose probabilities reach p; null = all
+    temperature: float = Sampling.temperature  # 0 = always the most probable token
+    top_k: int | None = Sampling.top_k  # sample among the k most probable tokens; null = all
+    top_p: float | None = Sampling.top_p  # and among the fewest whose probabilities reach p; null = all
     seed: int = 1337
     checkpoint: str = "latest"  # latest | best | a step
     device: str = "auto"  # auto | cpu | cuda
+    # of ReLU models: auto = on a GPU compute only the neurons that fire, where that is faster; triton = always; torch =
+    # dense products
+    impl: str = "auto"
+    compile: bool = False  # torch.compile: takes a minute, pays for tens of thousands of tokens
 
 
-def next_token(
-    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
-) -> Tensor:
-    """Draw one id per row: logits [n, vocab_size] -> int64 [n]. Ids at -inf are never drawn.
+class TextModel:
+    """A model that continues texts: `twell.inference.Engine` with a tokenizer.
 
-    temperature 0 takes the most probable id. `top_k` keeps the k most probable ids, then `top_p` the fewest of them, in
-    falling order, whose probabilities sum to at least p (arXiv 1904.09751): always at least one.
-    Raises UserError for logits that are NaN or +inf, or all -inf: those of a diverged model.
+    rows: texts computed at once; any number can be asked for. The other arguments are the engine's.
     """
-    logits = logits.float()
-    highest = logits.amax(-1, keepdim=True)  # [n, 1]; NaN where there is one
-    if not highest.isfinite().all():
-        raise UserError("the model's logits are not finite: its training has diverged; use an earlier checkpoint")
-    if temperature == 0:
-        return logits.argmax(-1)
-    # From the highest down, and by a divisor whose reciprocal is finite: 0 stays 0, the others may reach -inf.
-    logits = (logits - highest) / max(temperature, torch.finfo(torch.float32).tiny)
-    if top_k is not None:
-        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]  # [n, 1]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
-    probabilities = logits.softmax(-1)
-    if top_p is not None:
-        ranked, ids = probabilities.sort(-1, descending=True)
-        ranked[ranked.cumsum(-1) - ranked >= top_p] = 0  # reached p before this one
-        probabilities = torch.zeros_like(probabilities).scatter_(-1, ids, ranked)
-    return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
 
+    def __init__(self, model: Transformer, tokenizer: Tokenizer, rows: int = 8, length: int | None = None, **options):
+        self.tokenizer = tokenizer
+        self.engine = Engine(model, rows, length, **options)
 
-@torch.no_grad()
-def generate(
-    model: Transformer,
-    ids: Sequence[int],
-    max_new_tokens: int,
-    *,
-    n: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    eot: int,
-    generator: torch.Generator,
-) -> list[list[int]]:
-    """Continue `ids` (at least one) `n` times; returns the new ids, each list ending before its first `eot`.
+    def complete(self, prompts: Sequence[str], max_new_tokens: int = 200, **settings) -> list[str]:
+        """Each prompt with what follows it; arguments as for `stream`."""
+        texts = [""] * len(prompts)
+        for i, piece in self.stream(prompts, max_new_tokens, **settings):
+            texts[i] += piece or ""
+        return texts
 
-    The model sees the last seq_len tokens. When its cache is full, it starts again from the last seq_len / 2, so that a
-    sample may be longer than seq_len. `generator` is on the model's device.
-    """
-    tokens = torch.tensor(ids, device=model.embed.weight.device).repeat(n, 1)  # [n, t]
-    ended = torch.zeros(n, dtype=torch.bool, device=tokens.device)
-    length = min(model.seq_len, len(ids) + max_new_tokens)
-    unseen, room = tokens[:, -model.seq_len :], 0  # what the cache lacks, and how much it can still take
-    for _ in range(max_new_tokens):
-        if room == 0:
-            if tokens.shape[1] > len(ids):
-                unseen = tokens[:, -max(1, model.seq_len // 2) :]
-            cache, room = KVCache(model, n, length), length
-        logits = model(unseen, cache=cache).logits[:, -1]  # [n, vocab_size]
-        room -= unseen.shape[1]
-        unseen = next_token(logits, temperature, top_k, top_p, generator)[:, None]  # [n, 1]
-        tokens = torch.cat([tokens, unseen], dim=1)
-        ended |= unseen.squeeze(1) == eot
-        if ended.all():
-            break
-    samples = tokens[:, len(ids) :].tolist()
-    return [sample[: sample.index(eot)] if eot in sample else sample for sample in samples]
+    def stream(
+        self,
+        prompts: Sequence[str],
+        max_new_tokens: int = 200,
+        *,
+        sampling: Sampling = Sampling(),  # noqa: B008 - frozen
+        seed: int = 1337,
+        stop: Collection[int] = (),
+    ) -> Iterator[tuple[int, str | None]]:
+        """Continue `prompts` and yield (number of the prompt, piece of text), the prompt itself first; None at its end.
 
+        An empty prompt starts a new document. A text ends before end of text or an id in `stop`, or after
+        max_new_tokens. Prompt i draws from the random numbers of seed + i; global random state is not touched.
+        """
+        ids = [self.tokenizer.encode(prompt) for prompt in prompts]
+        decoders = [codecs.getincrementaldecoder("utf-8")(errors="replace") for _ in prompts]
+        for i, prompt in enumerate(ids):
+            yield i, decoders[i].decode(self._bytes(prompt))
+        seeds = range(seed, seed + len(prompts))
+        stop = {self.tokenizer.eot, *stop}
+        starts = [prompt or [self.tokenizer.eot] for prompt in ids]
+        for i, token in self.engine.stream(starts, max_new_tokens, sampling, seeds, stop):
+            # Bytes of a character that is not complete wait in the decoder.
+            piece = decoders[i].decode(b"", final=True) if token is None else decoders[i].decode(self._bytes([token]))
+            if piece:
+                yield i, piece
+            if token is None:
+                yield i, None
 
-def sample_texts(
-    model: Transformer,
-    tokenizer: Tokenizer,
-    prompt: str,
-    max_new_tokens: int,
-    seed: int,
-    *,
-    n: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-) -> list[str]:
-    """`n` texts that start with `prompt`; an empty prompt starts a new document. Global random state is not touched."""
-    generator = torch.Generator(model.embed.weight.device).manual_seed(seed)
-    ids = tokenizer.encode(prompt)
-    samples = generate(
-        model,
-        ids or [tokenizer.eot],
-        max_new_tokens,
-        n=n,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        eot=tokenizer.eot,
-        generator=generator,
-    )
-    return [tokenizer.decode(ids + sample) for sample in samples]
+    def _bytes(self, ids: Sequence[int]) -> bytes:
+        return b"".join(self.tokenizer.pieces[i] for i in ids)
 
 
 def sample_text(model: Transformer, tokenizer: Tokenizer, prompt: str, max_new_tokens: int, seed: int) -> str:
-    """One text with the command line's default temperature, top_k and top_p."""
-    d = GenerateConfig()
-    settings = {"temperature": d.temperature, "top_k": d.top_k, "top_p": d.top_p}
-    return sample_texts(model, tokenizer, prompt, max_new_tokens, seed, n=1, **settings)[0]
+    """One text with the command line's default temperature, top_k and top_p, on the way of least preparation."""
+    length = len(tokenizer.encode(prompt)) + 1 + max_new_tokens
+    text = TextModel(model, tokenizer, 1, length, impl="torch", graph=False)
+    return text.complete([prompt], max_new_tokens, seed=seed)[0]
+
+
+def load(
+    run: str | Path, checkpoint: str = "latest", device: str = "auto", rows: int = 8, impl: str = "auto", **options
+) -> TextModel:
+    """The model of a run's folder, ready to write; arguments as on the command line, `options` as of the engine."""
+    model, tokenizer, _ = load_run(Path(run), checkpoint, device_named(device))
+    return TextModel(model, tokenizer, rows, impl=impl, **options)
+
+
+def device_named(name: str) -> torch.device:
+    """auto, cpu or cuda; ConfigError if it is another name or not there."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device={name}: must be auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda: torch sees no GPU; use auto or cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def load_run(run: Path, which: str, device: torch.device) -> tuple[Transformer, Tokenizer, dict]:
@@ -171,16 +153,16 @@ def parse(arguments: Sequence[str]) -> GenerateConfig:
         print(f"{__doc__}\nDefaults:\n\n{defaults}")
         sys.exit(0)
     values = OmegaConf.structured(GenerateConfig)  # converts, and refuses what does not convert
-    prompt = ""
+    texts = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals or key not in names:
             raise ConfigError(f"{argument}: expected KEY=VALUE with KEY one of {', '.join(names)}")
-        if key == "prompt":  # text, whatever it looks like: OmegaConf would interpolate "${x}"
-            prompt = value
+        if key in ("prompt", "prompts"):  # text, whatever it looks like: OmegaConf would interpolate "${x}"
+            texts[key] = value
         else:
             values[key] = None if value == "null" else value
-    cfg = GenerateConfig(**{**values, "prompt": prompt})
+    cfg = GenerateConfig(**{**values, **texts})
     _check(cfg)
     return cfg
 
@@ -191,41 +173,62 @@ def _check(cfg: GenerateConfig) -> None:
         (cfg.run != "", "run", "name the run's folder, e.g. run=runs/NAME"),
         (cfg.n >= 1, "n", "must be at least 1"),
         (cfg.max_new_tokens >= 1, "max_new_tokens", "must be at least 1"),
-        (0 <= cfg.temperature <= 1e6, "temperature", "must be from 0, the most probable token, to 1e6, any token"),
-        (cfg.top_k is None or cfg.top_k >= 1, "top_k", "must be at least 1, or null"),
-        (cfg.top_p is None or 0 < cfg.top_p <= 1, "top_p", "must be in (0, 1], or null"),
+        (cfg.rows >= 1, "rows", "must be at least 1"),
         (-(1 << 63) <= cfg.seed < 1 << 64, "seed", "must be a number of 64 bits"),
         (cfg.checkpoint in ("latest", "best") or cfg.checkpoint.isdecimal(), "checkpoint", "latest, best or a step"),
-        (cfg.device in ("auto", "cpu", "cuda"), "device", "must be auto, cpu or cuda"),
-        (cfg.device != "cuda" or torch.cuda.is_available(), "device", "torch sees no GPU; use auto or cpu"),
+        (cfg.impl in ("auto", "triton", "torch"), "impl", "must be auto, triton or torch"),
     )
     for holds, key, rule in rules:
         if not holds:
             raise ConfigError(f"{key}={getattr(cfg, key)}: {rule}")
+    device_named(cfg.device)
+    Sampling(cfg.temperature, cfg.top_k, cfg.top_p)
+
+
+def prompts_of(cfg: GenerateConfig) -> list[str]:
+    """What to continue: `n` times the prompt, or the lines of the file `prompts`."""
+    if cfg.prompts is None:
+        return [cfg.prompt] * cfg.n
+    try:
+        lines = Path(cfg.prompts).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"prompts={cfg.prompts}: cannot be read ({first_line(error)})") from error
+    if not lines:
+        raise ConfigError(f"prompts={cfg.prompts}: is empty; one prompt a line")
+    return [line for line in lines for _ in range(cfg.n)]
+
+
+def show(pieces: Iterable[tuple[int, str | None]], n: int) -> None:
+    """Print `n` texts one after the other: of the first that has not ended, pieces as they come."""
+    waiting, ended, shown = [""] * n, [False] * n, 0
+    for i, piece in pieces:
+        waiting[i] += piece or ""
+        ended[i] |= piece is None
+        while shown < n:
+            print(waiting[shown], end="", flush=True)
+            waiting[shown] = ""
+            if not ended[shown]:
+                break
+            shown += 1
+            print(f"\n{'-' * 80}" if shown < n else "")
 
 
 def main(arguments: Sequence[str]) -> None:
     cfg = parse(arguments)
-    use_cuda = cfg.device == "cuda" or (cfg.device == "auto" and torch.cuda.is_available())
-    model, tokenizer, meta = load_run(Path(cfg.run), cfg.checkpoint, torch.device("cuda" if use_cuda else "cpu"))
-    length = len(tokenizer.encode(cfg.prompt))
+    sampling = Sampling(cfg.temperature, cfg.top_k, cfg.top_p)
+    model, tokenizer, meta = load_run(Path(cfg.run), cfg.checkpoint, device_named(cfg.device))
+    prompts = prompts_of(cfg)
+    lengths = [len(tokenizer.encode(prompt)) or 1 for prompt in prompts]
     note = f"{cfg.run}, step {meta['step']}"
-    if length > model.seq_len:
-        note += f"; the prompt has {length} tokens, of which the model sees the last {model.seq_len}"
+    if max(lengths) > model.seq_len:
+        note += f"; the prompt has {max(lengths)} tokens, of which the model sees the last {model.seq_len}"
     print(note, file=sys.stderr)
-    samples = sample_texts(
-        model,
-        tokenizer,
-        cfg.prompt,
-        cfg.max_new_tokens,
-        cfg.seed,
-        n=cfg.n,
-        temperature=cfg.temperature,
-        top_k=cfg.top_k,
-        top_p=cfg.top_p,
-    )
+    text = TextModel(
+        model, tokenizer, min(cfg.rows, len(prompts)), max(lengths) + cfg.max_new_tokens, impl=cfg.impl,
+        compile=cfg.compile,
+    )  # fmt: skip
     sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character gets a question mark
-    print(f"\n{'-' * 80}\n".join(samples))
+    show(text.stream(prompts, cfg.max_new_tokens, sampling=sampling, seed=cfg.seed), len(prompts))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sampling: what may be drawn, how a sample ends, and the command line."""
+"""Texts from a model: pieces, batches, and the command line."""
 
 import subprocess
 import sys
@@ -7,117 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import OmegaConf
-from torch import Tensor
 
 from data.tokenizer import END_OF_TEXT, BPETokenizer, ByteTokenizer
-from tests.twell.small import N_VOCAB, build, ffn_config, model_config
+from tests.twell.small import ffn_config, model_config
 from twell import checkpoint
 from twell.config import Config, ConfigError
 from twell.errors import UserError
-from twell.generate import generate, load_run, main, next_token, parse, sample_text
+from twell.generate import TextModel, load, load_run, main, parse, sample_text
 from twell.model import Transformer
-
-EOT = 58
-
-
-def rng(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def greedy(model: Transformer, ids: list[int], max_new_tokens: int, eot: int = -1) -> list[int]:
-    settings = {"n": 1, "temperature": 0.0, "top_k": None, "top_p": None, "eot": eot, "generator": rng()}
-    return generate(model, ids, max_new_tokens, **settings)[0]
-
-
-def drawn(logits: Tensor, **changes) -> set[int]:
-    settings = {"temperature": 1.0, "top_k": None, "top_p": None, "generator": rng(), **changes}
-    return set(next_token(logits.expand(2000, -1), **settings).tolist())
-
-
-LOGITS = torch.tensor([[0.1, 0.4, 0.2, 0.3, 0.0]]).log()
-
-
-def test_next_token_draws_only_what_is_allowed():
-    assert drawn(LOGITS) == {0, 1, 2, 3}  # -inf is never drawn
-    assert drawn(LOGITS, temperature=0) == {1}
-    assert drawn(LOGITS, top_k=2) == {1, 3}
-    assert drawn(LOGITS, top_k=99) == {0, 1, 2, 3}
-    assert drawn(LOGITS, top_p=0.65) == {1, 3}
-    assert drawn(LOGITS, top_p=0.75) == {1, 3, 2}
-    assert drawn(LOGITS, top_p=1e-6) == {1}
-    assert drawn(LOGITS, top_k=3, top_p=0.5) == {1, 3}  # of 0.9 in all, 0.4 is less than half
-
-
-def test_next_token_follows_the_probabilities():
-    ids = next_token(LOGITS.expand(20000, -1), 1.0, None, None, rng())
-    assert (ids == 1).float().mean().item() == pytest.approx(0.4, abs=0.02)
-    cold = next_token(LOGITS.expand(20000, -1), 0.5, None, None, rng())
-    assert (cold == 1).float().mean().item() == pytest.approx(0.16 / 0.30, abs=0.02)
-
-
-@pytest.mark.parametrize("temperature", [1e-6, 1e-42, 1e-300])
-def test_hardly_any_temperature_is_greedy(temperature: float):
-    assert drawn(LOGITS, temperature=temperature) == {1}
-    assert drawn(LOGITS - 1000, temperature=temperature, top_k=3, top_p=0.9) == {1}
-    assert drawn(torch.tensor([[2.0, 5.0, 5.0]]), temperature=temperature) == {1, 2}
-
-
-def test_the_highest_temperature_draws_every_token_alike():
-    assert drawn(LOGITS, temperature=1e6) == {0, 1, 2, 3}
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("bad", [[0.0, torch.nan], [torch.inf, 0.0], [-torch.inf, -torch.inf]])
-def test_logits_of_a_diverged_model_are_refused(bad: list[float], temperature: float):
-    with pytest.raises(UserError, match=r"^the model's logits are not finite: its training has diverged"):
-        next_token(torch.tensor([[0.0, 1.0], bad]), temperature, None, None, rng())
-
-
-def test_greedy_sampling_equals_full_forward_passes():
-    model = build()
-    ids = [3, 1, 4]
-    expected = list(ids)
-    for _ in range(12):
-        expected.append(model(torch.tensor([expected])).logits[0, -1].argmax().item())
-    assert greedy(model, ids, 12) == expected[3:]
-
-
-def test_a_long_prompt_keeps_its_end():
-    model = build()
-    ids = torch.randint(N_VOCAB, (40,), generator=rng()).tolist()
-    assert greedy(model, ids, 1) == greedy(model, ids[-17:], 1)
-    assert greedy(model, ids, 1) == [model(torch.tensor([ids[-17:]])).logits[0, -1].argmax().item()]
-
-
-def test_a_sample_may_be_longer_than_the_context():
-    """A full cache (17 tokens) starts again from the last half of the context."""
-    model, fed = build(), []
-    model.register_forward_pre_hook(lambda model, args: fed.append(args[0][0].tolist()))
-    sample = greedy(model, [5], 30)
-    text = [5, *sample]
-    assert len(sample) == 30
-    assert [len(ids) for ids in fed] == [1] * 17 + [8] + [1] * 9 + [8] + [1] * 2
-    assert fed[17] == text[10:18] and fed[27] == text[20:28]
-
-
-def test_padded_ids_are_never_sampled():
-    model = build()
-    with torch.no_grad():
-        model.embed.weight[N_VOCAB:] *= 1000
-    settings = {"temperature": 5.0, "top_k": None, "top_p": None, "eot": -1, "generator": rng()}
-    samples = generate(model, [1], 100, n=8, **settings)
-    assert len(samples) == 8 and all(0 <= i < N_VOCAB for sample in samples for i in sample)
-    assert len({tuple(sample) for sample in samples}) == 8
-
-
-def test_a_sample_stops_at_end_of_text():
-    model = build()
-    settings = {"temperature": 3.0, "top_k": None, "top_p": None, "eot": EOT, "generator": rng()}
-    samples = generate(model, [1], 60, n=6, **settings)
-    lengths = [len(sample) for sample in samples]
-    assert min(lengths) < 60 and all(EOT not in sample for sample in samples)
-    first = greedy(model, [1], 3)[2]
-    assert greedy(model, [1], 60, eot=first) == greedy(model, [1], 60)[: greedy(model, [1], 60).index(first)]
+from twell.sampling import GREEDY, Sampling
 
 
 def byte_model() -> Transformer:
@@ -133,6 +31,37 @@ def test_text_is_reproducible_and_leaves_global_random_state_alone():
     assert text != sample_text(model, ByteTokenizer(), "naïve ", 30, seed=2)
     assert len(sample_text(model, ByteTokenizer(), "", 30, seed=1)) > 0
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_texts_of_a_batch_are_those_of_single_runs():
+    prompts = ["naïve ", "", "a longer prompt than fits", "x"]
+    text = TextModel(byte_model(), ByteTokenizer(), rows=3)
+    together = text.complete(prompts, 20, sampling=Sampling(2.0, None, None), seed=5)
+    for i, prompt in enumerate(prompts):
+        assert together[i].startswith(prompt)
+        assert text.complete([prompt], 20, sampling=Sampling(2.0, None, None), seed=5 + i) == [together[i]]
+
+
+class Script:
+    """An engine that says what it is told: ids by request, interleaved."""
+
+    def __init__(self, *answers: list[int]):
+        self.answers = answers
+
+    def stream(self, prompts, max_new_tokens, sampling, seeds, stop):
+        assert stop == {256, 10}
+        for step in range(max_new_tokens):
+            for i, answer in enumerate(self.answers):
+                if step <= len(answer):
+                    yield i, answer[step] if step < len(answer) else None
+
+
+def test_pieces_are_whole_characters_as_soon_as_they_are_complete():
+    text = TextModel(byte_model(), ByteTokenizer(), rows=2)
+    text.engine = Script(list("aé€".encode()), list(b"b\xe2\x82"))  # the second stops in the middle of one
+    pieces = list(text.stream(["p", ""], 9, stop=[10]))
+    assert [piece for i, piece in pieces if i == 0] == ["p", "a", "é", "€", None]
+    assert [piece for i, piece in pieces if i == 1] == ["", "b", "\ufffd", None]
 
 
 @pytest.fixture
@@ -158,6 +87,30 @@ def test_command_samples_from_a_run(run: Path, capfd: pytest.CaptureFixture[str]
     expected = sample_text(byte_model(), ByteTokenizer(), "x", 9, seed=4)
     main([f"run={run}", "prompt=x", "max_new_tokens=9", "seed=4", "device=cpu", "checkpoint=7"])
     assert capfd.readouterr().out == expected + "\n"
+
+
+def test_python_api(run: Path):
+    text = load(run, rows=2, device="cpu")
+    completions = text.complete(["x", "def "], max_new_tokens=9, sampling=GREEDY)
+    pieces = [piece for _, piece in text.stream(["def "], max_new_tokens=9, sampling=GREEDY)]
+    assert completions[1] == "".join(piece for piece in pieces if piece)
+
+
+def test_command_reads_prompts_from_a_file_and_writes_texts_in_order(run: Path, tmp_path: Path, capfd):
+    file = tmp_path / "prompts ${x}.txt"
+    file.write_text("def f\nnaïve\n")
+    arguments = [f"run={run}", f"prompts={file}", "max_new_tokens=6", "temperature=0", "n=2", "rows=3", "device=cpu"]
+    main(arguments)
+    texts = capfd.readouterr().out.removesuffix("\n").split(f"\n{'-' * 80}\n")
+    assert texts == [
+        t for p in ("def f", "naïve") for t in load(run, device="cpu").complete([p], 6, sampling=GREEDY) * 2
+    ]
+    main([*arguments, "impl=torch"])
+    assert capfd.readouterr().out.removesuffix("\n").split(f"\n{'-' * 80}\n") == texts
+    for content, message in ((None, r"cannot be read \("), ("", "is empty; one prompt a line")):
+        file.unlink() if content is None else file.write_text(content)
+        with pytest.raises(ConfigError, match=r"^prompts=.*\.txt: " + message):
+            main(arguments)
 
 
 @pytest.mark.parametrize("seed", [-(2**63), 2**64 - 1])
@@ -190,6 +143,8 @@ def test_another_tokenizer_than_the_checkpoints_is_refused(run: Path):
         ("run=x max_new_tokens=0", "max_new_tokens=0: must be at least 1"),
         ("run=x checkpoint=newest", "checkpoint=newest: latest, best or a step"),
         ("run=x checkpoint=²", "checkpoint=²: latest, best or a step"),
+        ("run=x rows=0", "rows=0: must be at least 1"),
+        ("run=x impl=dense", "impl=dense: must be auto, triton or torch"),
         ("run=x device=tpu", "device=tpu: must be auto, cpu or cuda"),
     ],
 )

@@ -1,0 +1,69 @@
+"""A ReLU FFN at inference: computed from the neurons that fire, for few tokens and for many.
+
+Up to `kernels.decode.MAX_TOKENS` tokens take `decode_ffn`. More take `sparse_ffn` with a state, which learns how sparse
+the layer is, predicts whether dense products would be faster, and may run out of room: `settle` tells.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.ops import sparse_ffn, unsupported
+from kernels.reference import ffn_forward
+from twell.errors import UserError
+
+
+class ReluFFN:
+    """y = (relu(x w_gate^T) * (x w_up^T)) w_down, or with w_gate None y = relu(x w_up^T) w_down, without gradients.
+
+    w_gate, w_up, w_down: [h, d], one row per neuron. impl: triton = the sparse kernels, or a UserError; torch = dense
+    products; auto = on a GPU that is supported, sparse wherever that is faster, else torch.
+    """
+
+    def __init__(self, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, impl: str):
+        self.weights = w_gate, w_up, w_down
+        self.impl, self.state = impl, None
+        reason = unsupported(w_up.device, w_up.dtype, w_up.shape[1])
+        if impl == "triton" and reason is not None:
+            raise UserError(f"impl=triton: {reason}; use impl=auto or impl=torch")
+        self.sparse = impl == "triton" or (impl == "auto" and reason is None and w_up.device.type == "cuda")
+        if self.sparse and impl == "auto":
+            from kernels.state import FFNState  # needs triton
+
+            self.state = FFNState(len(w_up), w_up.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., d] -> y [..., d]. Complete only if `settle` then says so."""
+        if not self.sparse:
+            return ffn_forward(x, *self.weights).y
+        from kernels.decode import MAX_TOKENS, decode_ffn
+
+        d = x.shape[-1]
+        n = x.numel() // d
+        if n == 0:
+            return torch.empty_like(x)
+        if n <= MAX_TOKENS:
+            return decode_ffn(x, *self.weights)
+        if self.state is not None:
+            from kernels.dispatch import Shape
+
+            w_gate, w_up, _ = self.weights
+            self.state.shape, self.state.dtype = Shape(n, d, len(w_up), w_gate is not None, x.element_size()), x.dtype
+        return sparse_ffn(x, *self.weights, impl=self.impl, state=self.state).y
+
+
+def settle(layers: Sequence[ReluFFN]) -> bool:
+    """Let layers learn from their calls; true if some results are incomplete and the calls must be repeated.
+
+    Waits for the device, if there is anything to learn or to lose.
+    """
+    states = [layer.state for layer in layers if layer.state is not None and layer.state.shape is not None]
+    if not states:
+        return False
+    from kernels.state import overflowed, update
+
+    repeat = bool(overflowed(states))
+    if repeat or any(state.decision.room is None for state in states):
+        update(states)
+    return repeat
