@@ -27,6 +27,8 @@ NAMED = (
     ("head", re.compile(r"softmax|nll_loss|cross_?entropy|logsumexp|embedding", re.IGNORECASE)),
     ("ffn", re.compile(r"silu|sigmoid|relu|threshold|^(gate|compact|plan|rows|summary|weight_grad|hot|dense)_")),
 )
+# Whose shapes tell: torch's operators, ours, and the compiler's kernels; not a whole compiled block, which has them all.
+SHAPED = re.compile(r"::|^triton_")
 PRODUCT = re.compile(r"aten::(addmm|mm|bmm|linear|matmul)")
 
 
@@ -77,7 +79,8 @@ def part_of(kernel: str, operator: Any, widths: Widths) -> str:
     names, sizes, is_product = [kernel], set(), False
     while operator is not None:
         names.append(operator.name)
-        sizes |= {size for shape in operator.input_shapes or [] for size in shape if isinstance(size, int)}
+        if SHAPED.search(operator.name):
+            sizes |= {size for shape in operator.input_shapes or [] for size in shape if isinstance(size, int)}
         is_product |= PRODUCT.match(operator.name) is not None
         operator = operator.cpu_parent
     if widths.flat in sizes or any(OPTIMIZER.search(name) for name in names):

@@ -181,6 +181,12 @@ def operator(name: str, *shapes: list[int], parent=None):
         ("copy", operator("aten::copy_", [9999], [9999]), "optimizer"),
         ("triton_red_fused_exp_log_softmax", operator("triton_red_fused_exp_log_softmax"), "head"),
         ("triton_poi_fused_mul_silu_0", None, "ffn"),
+        ("triton_poi_fused_mul_0", operator("triton_poi_fused_mul_0", [64, 80]), "ffn"),
+        (
+            "triton_poi_fused_add_1",
+            operator("triton_add", [64, 32], parent=operator("CompiledFunction", [80])),
+            "other",
+        ),
         ("triton_red_fused_mean_rsqrt_1", None, "other"),
     ],
 )
