@@ -27,7 +27,7 @@ NAMED = (
     ("head", re.compile(r"softmax|nll_loss|cross_?entropy|logsumexp|embedding", re.IGNORECASE)),
     ("ffn", re.compile(r"silu|sigmoid|relu|threshold|^(gate|compact|plan|rows|summary|weight_grad|hot|dense)_")),
 )
-# Whose shapes tell: torch's operators, ours, and the compiler's kernels; not a whole compiled block, which has them all.
+# Whose shapes tell: operators and the kernels of the compiler, but not a whole compiled block, which has them all.
 SHAPED = re.compile(r"::|^triton_")
 PRODUCT = re.compile(r"aten::(addmm|mm|bmm|linear|matmul)")
 
