@@ -77,7 +77,7 @@ def train(cfg: Config, closing: ExitStack) -> None:
     # ---- Model. Its weights in the compute dtype are what is called; their fp32 masters are what is trained and saved.
     is_cuda = ranks.device.type == "cuda"
     compute_dtype = parallel.compute_dtype(cfg.dtype, ranks.device.type)
-    model = Transformer(cfg.model, cfg.ffn, vocab_size, tokenizer.n_vocab, compute_dtype)
+    model = Transformer(cfg.model, cfg.ffn, vocab_size, tokenizer.n_vocab, compute_dtype, cfg.recompute)
     model.init_weights(cfg.seed)
     model.to(ranks.device)
     weights = Weights(model, compute_dtype)

@@ -23,6 +23,7 @@ CHOICES = {
     "optim.schedule.kind": ("cosine", "wsd", "linear", "constant"),
     "optim.schedule.unit": ("steps", "tokens"),
     "wandb.mode": ("auto", "online", "offline", "disabled"),
+    "recompute": ("none", "selective", "full"),
     "resume": ("auto", "never"),
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "bf16", "fp32"),

@@ -5,14 +5,16 @@ others are cast where they are used, so there is no autocast. Nothing here knows
 tokens, never means: the caller, who knows the whole batch, divides. It counts the tokens whose target is not IGNORE.
 """
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from twell.config import FFNConfig, ModelConfig
 from twell.ffn import FFNResult, build_ffn
@@ -172,9 +174,16 @@ class Block(nn.Module):
         self.ffn = build_ffn(ffn, cfg.d_model)
 
     def forward(
-        self, x: Tensor, rope: Tensor, mask: Tensor | None, counted: Tensor | None, cache: KVCache | None
+        self, x: Tensor, rope: Tensor, mask: Tensor | None, counted: Tensor | None, cache: KVCache | None = None
     ) -> tuple[Tensor, FFNResult]:
-        x = x + self.attn(self.attn_norm(x), rope, mask, cache)
+        return self.feed(self.attend(x, rope, mask, cache), counted)
+
+    def attend(self, x: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache | None = None) -> Tensor:
+        """The first half."""
+        return x + self.attn(self.attn_norm(x), rope, mask, cache)
+
+    def feed(self, x: Tensor, counted: Tensor | None) -> tuple[Tensor, FFNResult]:
+        """The second half."""
         result = self.ffn(self.ffn_norm(x), counted)
         return x + result.y, result
 
@@ -187,6 +196,8 @@ class Transformer(nn.Module):
         vocab_size: rows of the embedding, padded for speed.
         n_vocab: ids that exist; ids from n_vocab to vocab_size are never scored and have no probability.
         compute_dtype: dtype of activations and matrix products.
+        recompute: what backward computes again instead of keeping it: none | selective (the FFN half of each block) |
+            full (each block).
 
     The parameters are uninitialised memory until `init_weights` or the loading of a checkpoint.
     """
@@ -198,6 +209,7 @@ class Transformer(nn.Module):
         vocab_size: int,
         n_vocab: int,
         compute_dtype: torch.dtype = torch.float32,
+        recompute: str = "none",
     ):
         super().__init__()
         self.seq_len, self.n_vocab, self.compute_dtype = model.seq_len, n_vocab, compute_dtype
@@ -209,7 +221,8 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(model, ffn, layer) for layer in range(model.n_layers))
         self.norm = RMSNorm(model.d_model, model.norm_eps)
         self.head = None if model.tied else Linear(model.d_model, vocab_size)
-        self._run_block: Callable[..., tuple[Tensor, FFNResult]] = _run_block
+        self.recompute = recompute
+        self._run: Callable = _run
         self._compiled = False
 
     def compile_parts(self) -> None:
@@ -218,7 +231,7 @@ class Transformer(nn.Module):
         Each block by itself, not the model as a whole: equal layers share one compilation, which then takes as long for
         40 layers as for one.
         """
-        self._run_block = torch.compile(_run_block, fullgraph=True, dynamic=False)
+        self._run = torch.compile(_run, fullgraph=True, dynamic=False)
         self._compiled = True
 
     def forward(
@@ -244,9 +257,11 @@ class Transformer(nn.Module):
 
         x = self.embed(tokens).to(self.compute_dtype)  # [b, t, d]
         results = []
-        run_block = self._run_block if cache is None else _run_block
         for block in self.blocks:
-            x, result = run_block(block, x, rope, mask, counted, cache)
+            if cache is None:
+                x, result = self._run_block(block, x, rope, mask, counted)
+            else:
+                x, result = block(x, rope, mask, counted, cache)
             results.append(result)
         if cache is not None:
             x = x[:, -1:]
@@ -261,6 +276,18 @@ class Transformer(nn.Module):
             x.flatten(0, 1), weight, targets.flatten(), self.n_vocab, compiled=self._compiled
         )
         return ModelOutput(loss_sum, l1_sum, _collect_stats(results, counted))
+
+    def _run_block(
+        self, block: Block, x: Tensor, rope: Tensor, mask: Tensor | None, counted: Tensor | None
+    ) -> tuple[Tensor, FFNResult]:
+        """Run a block, or for `recompute` its halves, so that only their inputs are kept for backward."""
+        keep_inputs = functools.partial(checkpoint, self._run, use_reentrant=False, preserve_rng_state=False)
+        if self.recompute == "none":
+            return self._run(block, "forward", x, rope, mask, counted)
+        if self.recompute == "full":
+            return keep_inputs(block, "forward", x, rope, mask, counted)
+        x = self._run(block, "attend", x, rope, mask)
+        return keep_inputs(block, "feed", x, counted)
 
     def _logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [..., d] -> [..., vocab_size], padded ids at -inf: they take no part in the softmax."""
@@ -326,9 +353,9 @@ class Transformer(nn.Module):
         return 6 * (matrices + head) + attention
 
 
-def _run_block(block: Block, *inputs) -> tuple[Tensor, FFNResult]:
-    """A function, so that one compiled callable serves all blocks."""
-    return block(*inputs)
+def _run(block: Block, part: str, *inputs) -> Any:
+    """A method of `block`. A function of its own, so that one compiled callable serves all blocks."""
+    return getattr(block, part)(*inputs)
 
 
 def _attention_mask(positions: Tensor, doc_ids: Tensor | None, cache: KVCache | None) -> Tensor | None:

@@ -313,3 +313,45 @@ def test_equal_layers_share_one_compilation(impl: str):
     routing.update()
     model(tokens[:, :8], targets[:, :8]).loss_sum.backward()
     assert dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def note_calls(model: Transformer) -> list[str]:
+    """From now on notes each call of an FFN or an attention of `model`."""
+    calls = []
+    for block in model.blocks:
+        for part in ("attn", "ffn"):
+            getattr(block, part).register_forward_pre_hook(lambda *_, part=part: calls.append(part))
+    return calls
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("recompute", "again"), [("none", []), ("selective", ["ffn"]), ("full", ["attn", "ffn"])])
+def test_recomputation_changes_no_gradient(kind: str, recompute: str, again: list[str]):
+    model, plain = build(kind), build(kind)
+    model.recompute = recompute
+    calls = note_calls(model)
+    tokens, targets = batch(masked=4)
+    for m in (model, plain):
+        out = m(tokens, targets)
+        (out.loss_sum + 0.1 * out.l1_sum.sum()).backward()
+    assert sorted(calls) == sorted(3 * ["attn", "ffn", *again])
+    for (name, p), q in zip(model.named_parameters(), plain.parameters()):
+        assert torch.equal(p.grad, q.grad), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputation_of_compiled_blocks_and_sparse_kernels(impl: str, recompute: str):
+    models = [build("sparse", n_layers=2, seq_len=8) for _ in range(2)]
+    for model, how in zip(models, (recompute, "none")):
+        model.recompute = how
+        for block in model.blocks:
+            block.ffn.impl = impl
+        Routing(model, torch.device("cpu"), torch.float32)
+        model.compile_parts()
+        tokens, targets = batch()
+        out = model(tokens[:, :8], targets[:, :8])
+        (out.loss_sum + 0.1 * out.l1_sum.sum()).backward()
+    for (name, p), q in zip(models[0].named_parameters(), models[1].parameters()):
+        assert_close(p.grad, q.grad, msg=lambda m, name=name: f"{name}: {m}")
