@@ -22,7 +22,7 @@ from data.baselines import reference_losses
 from data.loader import Loader, validation_batches
 from data.prepare import prepare
 from data.stream import StreamLoader
-from twell import checkpoint, parallel
+from twell import checkpoint, memory, parallel
 from twell.checks import validate
 from twell.config import Config, accumulation_steps, hydra_main, padded_vocab_size, total_steps
 from twell.control import L1Control
@@ -75,6 +75,7 @@ def train(cfg: Config, closing: ExitStack) -> None:
         return
 
     # ---- Model. Its weights in the compute dtype are what is called; their fp32 masters are what is trained and saved.
+    closing.enter_context(memory.explain_out_of_memory(cfg, ranks.device))
     is_cuda = ranks.device.type == "cuda"
     compute_dtype = parallel.compute_dtype(cfg.dtype, ranks.device.type)
     model = Transformer(cfg.model, cfg.ffn, vocab_size, tokenizer.n_vocab, compute_dtype, cfg.recompute)
@@ -157,6 +158,7 @@ def train(cfg: Config, closing: ExitStack) -> None:
     nonfinite_in_a_row, waited, stop = 0, 0.0, False
 
     # ---- The loop: one iteration is one optimizer step.
+    closing.enter_context(memory.collecting_by_hand())
     while at.step < steps and not stop:
         watch.start()
         lr_share = schedule.factor(at.step + 1, at.tokens + cfg.batch.tokens)
@@ -234,6 +236,7 @@ def train(cfg: Config, closing: ExitStack) -> None:
             totals.zero_()
             meter.reset()
             waited = loader.wait_seconds
+            memory.collect_garbage()
         routing.after_step(logging)
 
         # ---- Validate.

@@ -23,7 +23,7 @@ from twell.errors import UserError
 # Overrides that do not make another experiment: they stay out of the automatic name.
 NOT_IN_NAME = (
     "name", "out", "resume", "device", "profile", "wandb.", "log.", "eval.", "checkpoint.", "data.workers", "data.dir",
-    "data.name",
+    "data.name", "batch.micro", "recompute", "cuda_graph",
 )  # fmt: skip
 LONGEST_NAME = 100
 # The groups are in the name already, by the preset they chose.
