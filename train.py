@@ -28,7 +28,9 @@ from twell.config import Config, accumulation_steps, hydra_main, padded_vocab_si
 from twell.control import L1Control
 from twell.errors import UserError
 from twell.evaluate import validate_model
+from twell.forced import force_firing
 from twell.generate import sample_text
+from twell.measures import ValidationSparsity, executed_share
 from twell.model import Transformer
 from twell.neurons import DeadNeurons
 from twell.optim import Schedule, build_optimizer, optimizer_state, set_lr
@@ -104,12 +106,16 @@ def train(cfg: Config, closing: ExitStack) -> None:
         loader = Loader(prepared, batch_sequences=batch_sequences, seed=cfg.seed, **shape, **place)
     val_batches = validation_batches(prepared, tokens=cfg.eval.tokens, **shape, **place)
     token_bytes = torch.from_numpy(tokenizer.token_bytes()).long().to(ranks.device)  # [n_vocab]
+    if cfg.forced_nnz is not None:
+        sample = validation_batches(prepared, tokens=cfg.batch.micro * cfg.model.seq_len, **shape)[0].tokens
+        force_firing(model, cfg.forced_nnz, sample.to(ranks.device), masters=weights.masters)
 
     # ---- Sparsity: the penalty's coefficients, what is counted, and the dead neurons.
     penalty = L1Control(cfg, ranks.device)
     meter = SparsityMeter(cfg.model.n_layers, cfg.ffn.d_ff, cfg.model.seq_len, ranks.device)
     neurons = DeadNeurons(cfg.ffn.dead, cfg.model.n_layers, cfg.ffn.d_ff, ranks.device)
     has_zeros = cfg.ffn.kind != "dense_silu"
+    measures = ValidationSparsity(cfg.model.n_layers, cfg.ffn.d_ff, vocab_size, ranks.device) if has_zeros else None
 
     # ---- What a checkpoint holds; continue where the last one was taken.
     state = optimizer_state(weights.masters, optimizers)
@@ -133,6 +139,8 @@ def train(cfg: Config, closing: ExitStack) -> None:
         f"{steps} steps of {cfg.batch.tokens:,} tokens = {ranks.world_size} ranks x {n_micro} micro-batches x "
         f"{cfg.batch.micro} sequences x {cfg.model.seq_len}, on {ranks.device.type} in {compute_dtype}"
     )
+    if cfg.forced_nnz is not None:
+        log(f"forced_nnz={cfg.forced_nnz}: the learning rate is 0, and nothing but speed means anything here")
     if resumed:
         log(f"resuming from step {at.step}")
     if horizon * per_unit != steps * cfg.batch.tokens:
@@ -161,7 +169,7 @@ def train(cfg: Config, closing: ExitStack) -> None:
     closing.enter_context(memory.collecting_by_hand())
     while at.step < steps and not stop:
         watch.start()
-        lr_share = schedule.factor(at.step + 1, at.tokens + cfg.batch.tokens)
+        lr_share = schedule.factor(at.step + 1, at.tokens + cfg.batch.tokens) if cfg.forced_nnz is None else 0.0
         set_lr(optimizers, lr_share)
         penalty.set_step(at.step)
         batches = loader.next()
@@ -231,6 +239,7 @@ def train(cfg: Config, closing: ExitStack) -> None:
             }
             if has_zeros:
                 values |= meter.summary() | neurons.summary() | routing.metrics()
+                values["perf/executed_flops"] = executed_share(model, values)
             tracker.record(at.step, at.tokens, values)
             log(console_line(at.step, steps, values, eta_seconds=(steps - at.step) * seconds / n_steps))
             totals.zero_()
@@ -241,7 +250,9 @@ def train(cfg: Config, closing: ExitStack) -> None:
 
         # ---- Validate.
         if at.step == steps or (at.step % cfg.eval.interval == 0 and not stop):
-            val = validate_model(model, val_batches, token_bytes, routing)
+            val = validate_model(model, val_batches, token_bytes, routing, measures)
+            if has_zeros:
+                val |= measures.summary(tokenizer.decode, parallel.sum_over_ranks)
             at.val_loss, at.val_step = val["val/loss"], at.step
             if ranks.is_main and cfg.eval.sample_tokens and math.isfinite(at.val_loss):
                 val["val/sample"] = sample_text(model, tokenizer, cfg.eval.prompt, cfg.eval.sample_tokens, cfg.seed)

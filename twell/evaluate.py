@@ -27,12 +27,17 @@ from data.tokenizer import Tokenizer
 from twell import parallel, tracking
 from twell.arguments import parse_arguments, run_command
 from twell.config import Config, ConfigError
+from twell.measures import ValidationSparsity
 from twell.routing import Routing
 
 
 @torch.no_grad()
 def validate_model(
-    model: nn.Module, batches: Sequence[Batch], token_bytes: Tensor, routing: Routing
+    model: nn.Module,
+    batches: Sequence[Batch],
+    token_bytes: Tensor,
+    routing: Routing,
+    measures: ValidationSparsity | None = None,
 ) -> dict[str, float]:
     """Loss of `model` over validation windows, summed over ranks.
 
@@ -41,12 +46,13 @@ def validate_model(
         batches: this rank's share of the fixed windows, all of one shape; targets of -100 are not counted.
         token_bytes: int64 [n_vocab], bytes of text per token id, 0 for special tokens.
         routing: of the model; if a buffer of its sparse kernels is too small, all is done again with larger ones.
+        measures: is given this rank's tokens and statistics.
 
     Returns:
         val/loss (nats per token), val/perplexity, and val/bits_per_byte = total bits / total bytes of the targets.
     """
     while True:
-        totals = _totals(model, batches, token_bytes)
+        totals = _totals(model, batches, token_bytes, measures)
         # One read; every rank repeats if one of them must, since the sums cross ranks.
         nats, tokens, n_bytes = parallel.sum_over_ranks(totals).tolist()
         if not parallel.max_over_ranks(routing.overflowed().int()).item():
@@ -60,12 +66,19 @@ def validate_model(
     }
 
 
-def _totals(model: nn.Module, batches: Sequence[Batch], token_bytes: Tensor) -> Tensor:
+def _totals(
+    model: nn.Module, batches: Sequence[Batch], token_bytes: Tensor, measures: ValidationSparsity | None
+) -> Tensor:
     """This rank's nats, counted tokens and bytes, float64 [3]."""
     totals = torch.zeros(3, dtype=torch.float64, device=token_bytes.device)
+    if measures is not None:
+        measures.clear()
     for batch in batches:
         counted = batch.targets >= 0  # [b, t]
-        totals[0] += model(batch.tokens, batch.targets, batch.doc_ids).loss_sum
+        out = model(batch.tokens, batch.targets, batch.doc_ids)
+        if measures is not None:
+            measures.add(batch.tokens, out.stats)
+        totals[0] += out.loss_sum
         totals[1] += counted.sum()
         totals[2] += (token_bytes[batch.targets.clamp(min=0)] * counted).sum()
     return totals

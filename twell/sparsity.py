@@ -7,10 +7,12 @@ into micro-batches and ranks.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from twell.tracking import Histogram
 
 PARTS = 8  # of the sequence, over which L0 is reported
 PERCENTILES = (50, 99)  # of L0 over tokens
@@ -49,10 +51,9 @@ class Tally:
     @torch.no_grad()
     def add(self, stats: SparsityStats) -> None:
         """Add one micro-batch of sequences no longer than seq_len."""
+        count_neurons(self.histogram, stats)
         counted = stats.counted.long()  # [b, t]
-        n_layers, _, t = stats.nnz.shape
-        # Not bincount, which would wait for the device to learn the largest number.
-        self.histogram.scatter_add_(1, stats.nnz.flatten(1).long(), counted.flatten().expand(n_layers, -1))
+        t = counted.shape[1]
         self.by_position[:, :t] += (stats.nnz * counted).sum(1)
         self.counted[:t] += counted.sum(0)
         self.fired += stats.fired
@@ -60,6 +61,13 @@ class Tally:
     def l0_sum(self) -> Tensor:
         """Firings of each layer, int64 [layers]."""
         return self.by_position.sum(1)
+
+
+def count_neurons(histogram: Tensor, stats: SparsityStats) -> None:
+    """Add counted tokens to `histogram`, int64 [layers, h + 1], by the number of neurons that fire on them."""
+    nnz = stats.nnz.flatten(1).long()  # [layers, n]
+    # Not bincount, which would wait for the device to learn the largest number.
+    histogram.scatter_add_(1, nnz, stats.counted.flatten().long().expand(len(nnz), -1))
 
 
 class SparsityMeter:
@@ -97,7 +105,7 @@ class SparsityMeter:
         """Start a new interval."""
         self.interval.all.zero_()
 
-    def summary(self) -> dict[str, float]:
+    def summary(self) -> dict[str, Any]:
         """The interval's numbers, read from the device; twell.tracking.METRICS says what each of them is."""
         tally = self.interval
         n_tokens = tally.counted.sum().clamp(min=1)
@@ -106,10 +114,11 @@ class SparsityMeter:
         for q in PERCENTILES:
             by_layer[f"l0_p{q}"] = percentile(tally.histogram, q).tolist()
         by_layer["l0_max"] = percentile(tally.histogram, 100).tolist()
-        result = {
+        result: dict[str, Any] = {
             "sparsity/l0_mean": sum(l0) / len(l0),
             "sparsity/density": sum(l0) / len(l0) / self.d_ff,
             "sparsity/l0_max": float(max(by_layer["l0_max"])),
+            "sparsity/l0_heatmap": Histogram(l0, list(range(len(l0) + 1))),
         }
         for share, value in zip(HOTTEST, hottest_shares(tally.fired).mean(1).tolist()):
             result[f"sparsity/hottest_{share}pct"] = value

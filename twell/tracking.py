@@ -14,7 +14,7 @@ import time
 import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from omegaconf import OmegaConf
@@ -49,16 +49,21 @@ METRICS = {
     "sparsity/hottest_1pct": "share of a layer's firings that its hottest 1 % of neurons have, mean over layers",
     "sparsity/hottest_5pct": "the same for 5 %",
     "sparsity/hottest_10pct": "the same for 10 %",
+    "sparsity/l0_heatmap": "active neurons per token by layer, as a histogram: wandb draws layers against tokens",
+    "sparsity/tokens_most": "the validation tokens with most active neurons, mean over layers, as a table",
+    "sparsity/tokens_fewest": "those with fewest",
     "sparsity/l0_part/part_{i}": "active neurons per token in eighth i of the sequence, from 0, mean over layers",
     "sparsity/l0/layer_{i}": "active neurons per token in layer i, counted from 00",
     "sparsity/l0_p50/layer_{i}": "active neurons in layer i that half of the tokens do not exceed",
     "sparsity/l0_p99/layer_{i}": "active neurons in layer i that 99 % of the tokens do not exceed",
     "sparsity/l0_max/layer_{i}": "most active neurons of any token in layer i",
+    "sparsity/l0_histogram/layer_{i}": "validation tokens by the number of active neurons in layer i, as a histogram",
     "sparsity/dead_share/layer_{i}": "share of dead neurons in layer i",
     "sparsity/route/layer_{i}": "1 where layer i computes only the non-zeros, 0 where it runs dense (sparse kinds)",
     "perf/tokens_per_second": "over all ranks, validation and checkpoints not counted",
     "perf/step_ms": "milliseconds per optimizer step, likewise",
     "perf/mfu": "model FLOPs utilisation: dense-equivalent FLOPs over the peak of the GPUs; null on unknown hardware",
+    "perf/executed_flops": "FLOPs over those of the dense model; layers that run sparse count only active neurons",
     "perf/data_wait_share": "share of step time spent waiting for data",
     "perf/host_read_share": "share of step time between the end of the device's work and the host's answer to it",
     "perf/memory_gb": "peak memory of the GPU allocator on rank 0, or resident memory of the process on CPU, 1e9 bytes",
@@ -100,6 +105,20 @@ def memory_gb(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 1e9
     pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e9
+
+
+class Histogram(NamedTuple):
+    """A metric: `counts[i]` things from `edges[i]` up to below `edges[i + 1]`; at most 512."""
+
+    counts: list[float]
+    edges: list[float]
+
+
+class Table(NamedTuple):
+    """A metric: rows with one value a column."""
+
+    columns: list[str]
+    rows: list[list[Any]]
 
 
 class StopWatch:
@@ -159,9 +178,9 @@ class Tracker:
         if unknown:
             raise KeyError(f"{unknown}: not in twell.tracking.METRICS; document a metric before logging it")
         line = {"step": step, "tokens": tokens, "time": round(time.time(), 3), **values}
-        self._metrics_file.write(json.dumps(_without_nan(line)) + "\n")
+        self._metrics_file.write(json.dumps(_for_json(line)) + "\n")
         self._metrics_file.flush()
-        self._with_wandb(lambda run: run.log({key: value for key, value in line.items() if key != "time"}))
+        self._with_wandb(lambda run: run.log(_for_wandb(line)))
 
     def progress(self, step: int) -> None:
         """Redraw the progress bar, on a terminal only."""
@@ -242,9 +261,27 @@ def _documented_name(key: str) -> str:
     return key.rstrip("0123456789") + "{i}" if "/layer_" in key or "/part_" in key else key
 
 
-def _without_nan(record: dict[str, Any]) -> dict[str, Any]:
-    """JSON knows no NaN and no infinity: null, so that any reader can parse the file."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+def _for_json(record: dict[str, Any]) -> dict[str, Any]:
+    """Histograms and tables as objects. JSON knows no NaN and no infinity: null, so that any reader can parse it."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, float) and not math.isfinite(value):
+            return None
+        return value._asdict() if isinstance(value, Histogram | Table) else value
+
+    return {key: plain(value) for key, value in record.items()}
+
+
+def _for_wandb(record: dict[str, Any]) -> dict[str, Any]:
+    """Histograms and tables as wandb's own, which it draws over tokens; without the wall-clock time, it has its own."""
+    import wandb
+
+    def drawn(value: Any) -> Any:
+        if isinstance(value, Histogram):
+            return wandb.Histogram(np_histogram=(value.counts, value.edges))
+        return wandb.Table(columns=value.columns, data=value.rows) if isinstance(value, Table) else value
+
+    return {key: drawn(value) for key, value in record.items() if key != "time"}
 
 
 def _open_metrics(path: Path, step: int) -> TextIO:

@@ -30,6 +30,7 @@ def meter_of(*seeds: int) -> SparsityMeter:
 
 def test_summary_equals_brute_force():
     summary = meter_of(1, 2, 3).summary()
+    heatmap = summary.pop("sparsity/l0_heatmap")
     parts = [firing(seed) for seed in (1, 2, 3)]
     counted = torch.cat([c for _, c, _ in parts])  # [3 b, t]
     fires = torch.cat([f for f, _, _ in parts], dim=1)  # [layers, 3 b, t, h]
@@ -52,6 +53,7 @@ def test_summary_equals_brute_force():
         hottest = fires[:, counted].sum(1).double()  # [layers, h]
         expected[f"sparsity/hottest_{share}pct"] = (hottest.amax(1) / hottest.sum(1)).mean()
     assert summary == pytest.approx({key: value.item() for key, value in expected.items()})
+    assert heatmap == ([summary["sparsity/l0/layer_00"], summary["sparsity/l0/layer_01"]], [0, 1, 2])
 
 
 def test_percentile_of_a_known_histogram():

@@ -8,7 +8,17 @@ import torch
 
 from tests.training import compose_config
 from twell import tracking
-from twell.tracking import METRICS, StopWatch, Tracker, console_line, format_seconds, peak_flops, validation_line
+from twell.tracking import (
+    METRICS,
+    Histogram,
+    StopWatch,
+    Table,
+    Tracker,
+    console_line,
+    format_seconds,
+    peak_flops,
+    validation_line,
+)
 
 README = Path(tracking.__file__).parent.parent / "README.md"
 
@@ -37,6 +47,26 @@ def test_records_are_written_at_once_and_nan_becomes_null(start, tmp_path):
     (record,) = records(tmp_path)
     assert (record["step"], record["tokens"], record["train/loss"], record["train/lr"]) == (1, 100, None, 0.5)
     assert record["perf/mfu"] is None
+
+
+def test_histograms_and_tables_are_objects_in_json_and_in_wandb(start, tmp_path):
+    class Recorder:
+        def log(self, values):
+            logged.append(values)
+
+        def finish(self):
+            pass
+
+    logged, tracker = [], start()
+    tracker.wandb = Recorder()
+    histogram, table = Histogram([3, 1.5], [0, 1, 2]), Table(["token", "n"], [["a", 1]])
+    tracker.record(1, 1, {"sparsity/l0_heatmap": histogram, "sparsity/tokens_most": table})
+    (record,) = records(tmp_path)
+    assert record["sparsity/l0_heatmap"] == {"counts": [3, 1.5], "edges": [0, 1, 2]}
+    assert record["sparsity/tokens_most"] == {"columns": ["token", "n"], "rows": [["a", 1]]}
+    (values,) = logged
+    assert values["sparsity/l0_heatmap"].bins == [0, 1, 2] and values["sparsity/l0_heatmap"].histogram == [3, 1.5]
+    assert values["sparsity/tokens_most"].data == [["a", 1]] and "time" not in values
 
 
 def test_only_documented_metrics_can_be_logged(start):
