@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from kernels.ops import unsupported
 from twell import parallel
 from twell.config import Config, ConfigError, accumulation_steps
+from twell.forced import MOST
 
 CHOICES = {
     "ffn.kind": ("dense_silu", "dense_relu", "sparse", "sparse_nongated"),
@@ -80,6 +81,7 @@ def validate(cfg: Config, world_size: int = 1) -> None:
     _check_values(cfg)
     _check_model(cfg)
     _check_l1(cfg)
+    _check_forced(cfg)
     _check_data(cfg)
     _check_schedule(cfg)
     _check_machine(cfg)
@@ -179,6 +181,18 @@ def _check_l1(cfg: Config) -> None:
         )
     if l1.per_layer and weights:
         raise ConfigError("ffn.l1.layer_weights with ffn.l1.per_layer=true: each layer's coefficient is found anyway")
+
+
+def _check_forced(cfg: Config) -> None:
+    forced, most = cfg.forced_nnz, MOST * cfg.ffn.d_ff
+    if forced is None:
+        return
+    if cfg.ffn.kind == "dense_silu":
+        raise ConfigError(f"forced_nnz={forced} with ffn.kind=dense_silu: SiLU has no zeros to force; use null")
+    if not 0 < forced <= most:
+        raise ConfigError(f"forced_nnz={forced}: must be above 0 and at most {MOST} * ffn.d_ff = {most:g}")
+    if cfg.ffn.dead.remedy == "reinit":
+        raise ConfigError(f"forced_nnz={forced} with ffn.dead.remedy=reinit: a part of the neurons is meant to be dead")
 
 
 def _check_data(cfg: Config) -> None:

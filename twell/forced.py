@@ -45,7 +45,7 @@ def force_firing(
     """Overwrite some weights of an initialised model, so that in every layer `mean_nnz` neurons fire per token.
 
     Args:
-        model: of a ReLU kind, gated or not, not compiled, in the dtype it will run in.
+        model: of a ReLU kind, gated or not, in the dtype it will run in.
         mean_nnz: at most MOST of the hidden width.
         tokens: int [b, t], like those that the model will see; each layer's biases are fitted to it.
         token_sigma: log-normal deviation of a token id's expected number of firing neurons.
@@ -65,7 +65,8 @@ def force_firing(
     # A layer's input depends on all layers before it: each is fitted when one forward pass comes to it.
     hooks = [block.ffn.register_forward_pre_hook(fit) for block in model.blocks]
     try:
-        model(tokens)
+        with torch.compiler.set_stance("force_eager"):  # the blocks may be compiled; hooks work in none of those
+            model(tokens)
     finally:
         for hook in hooks:
             hook.remove()

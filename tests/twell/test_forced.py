@@ -1,7 +1,12 @@
+import re
+
 import pytest
 import torch
 
+from tests.training import compose_config, train_tiny
 from tests.twell.small import ffn_config, model_config
+from twell.checks import validate
+from twell.config import ConfigError
 from twell.forced import force_firing
 from twell.model import Transformer
 
@@ -87,3 +92,33 @@ def test_bf16_and_query_norms():
 def test_what_cannot_be_forced_is_refused():
     with pytest.raises(ValueError, match="cannot force 120 of 160 neurons to fire: layer 0 has"):
         force_firing(build("sparse"), 120, ids(0))
+
+
+@pytest.mark.parametrize("kind", ["sparse", "sparse_nongated", "dense_relu"])
+def test_train_measures_at_a_forced_sparsity(kind, tmp_path, capsys):
+    records = train_tiny(tmp_path, "name=run", f"ffn={kind}", "forced_nnz=8", "steps=3", "batch.tokens=512")
+    steps = [record for record in records if "train/loss" in record]
+    assert [record["train/lr"] for record in steps] == [0, 0, 0]
+    assert all(record["sparsity/l0_mean"] == pytest.approx(8, rel=0.3) for record in steps)  # of other text
+    assert "nothing but speed means anything here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("forced_nnz=0", "forced_nnz=0.0: must be above 0 and at most 0.3 * ffn.d_ff = 153.6"),
+        ("forced_nnz=200", "forced_nnz=200.0: must be above 0 and at most"),
+        ("ffn=dense_silu", "forced_nnz=5.0 with ffn.kind=dense_silu"),
+        ("ffn.dead.remedy=reinit", "forced_nnz=5.0 with ffn.dead.remedy=reinit"),
+    ],
+)
+def test_the_trainer_refuses_what_cannot_be_forced(override, message):
+    overrides = [override] if "forced_nnz" in override else ["forced_nnz=5", override]
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        validate(compose_config(*overrides))
+
+
+def test_a_compiled_model_is_fitted_too():
+    model = build("sparse")
+    model.compile_parts()
+    assert force_firing(model, 12, ids(0)) == pytest.approx([12] * 3, rel=0.011)
