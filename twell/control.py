@@ -82,8 +82,11 @@ class L1Control:
         return self.l1.target_l0 is not None
 
     def set_step(self, step: int) -> None:
-        """Fill `weight` for optimizer step `step` (from 0)."""
-        self._share = schedule(self.cfg, step)
+        """Fill `weight` for optimizer step `step` (from 0); does nothing while a fixed coefficient stays as it is."""
+        share = schedule(self.cfg, step)
+        if share == self._share and not self.controlled:
+            return
+        self._share = share
         self._current = self._base * self._share
         if self.controlled:
             self._current *= self._correction.exp()
