@@ -36,7 +36,7 @@ class DashboardConfig:
     out: str = "runs"  # where the addresses of the workspaces created are kept, in dashboards.json
 
 
-# (title, key over tokens); a key with {i} stands for all layers.
+# (title, key over tokens); a key with {i} stands for all numbers.
 OVER_TOKENS = {
     "Loss": (
         ("Validation loss", "val/loss"),
@@ -53,12 +53,17 @@ OVER_TOKENS = {
         ("Active neurons per token", "sparsity/l0_mean"),
         ("Density", "sparsity/density"),
         ("Share of dead neurons", "sparsity/dead_share"),
+        ("Neurons revived", "sparsity/revived"),
+        ("Share of firings that the hottest 1 % of neurons have", "sparsity/hottest_1pct"),
+        ("Active neurons per token, by eighth of the sequence", "sparsity/l0_part/part_{i}"),
         ("L1 coefficient", "train/l1_coef"),
     ),
     "Layers": (
         ("Active neurons per token, by layer", "sparsity/l0/layer_{i}"),
+        ("Active neurons that 99 % of tokens do not exceed, by layer", "sparsity/l0_p99/layer_{i}"),
         ("Most active neurons of any token, by layer", "sparsity/l0_max/layer_{i}"),
         ("Share of dead neurons, by layer", "sparsity/dead_share/layer_{i}"),
+        ("L1 coefficient, by layer", "train/l1_coef/layer_{i}"),
         ("1 where a layer computes only the non-zeros", "sparsity/route/layer_{i}"),
     ),
     "Health": (
@@ -68,7 +73,7 @@ OVER_TOKENS = {
         ("Repeated steps", "train/repeated_steps"),
     ),
 }
-LOGARITHMIC = ("sparsity/l0_mean", "sparsity/density", "sparsity/l0/layer_{i}", "sparsity/l0_max/layer_{i}")
+LOGARITHMIC = ("sparsity/l0", "sparsity/density")  # what the keys start with
 
 
 def build(cfg: DashboardConfig, entity: str) -> "Workspace":
@@ -82,7 +87,7 @@ def build(cfg: DashboardConfig, entity: str) -> "Workspace":
 
     def panel(title: str, key: str) -> wr.LinePlot:
         layers = {"metric_regex": key.replace("{i}", r"\d+")} if "{i}" in key else {"y": [key]}
-        return wr.LinePlot(title=title, x="tokens", log_y=key in LOGARITHMIC or None, **layers)
+        return wr.LinePlot(title=title, x="tokens", log_y=key.startswith(LOGARITHMIC) or None, **layers)
 
     sections = [
         ws.Section(name=name, panels=[panel(*entry) for entry in entries], is_open=name != "Health")

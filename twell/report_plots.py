@@ -57,7 +57,13 @@ def speed(runs: Sequence[Run], theme: Theme) -> Figure | None:
 
 
 def active_neurons(runs: Sequence[Run], theme: Theme) -> Figure | None:
-    return _lines(runs, theme, "sparsity/l0_mean", "active neurons per token", FuncFormatter(plain), log=True)
+    """With a dotted line where a controller was told to go."""
+    figure = _lines(runs, theme, "sparsity/l0_mean", "active neurons per token", FuncFormatter(plain), log=True)
+    targets = [(run.config.get("ffn.l1.target_l0"), style) for run, style in styled(runs, theme)]
+    for target, style in targets if figure else ():
+        if target:
+            figure.axes[0].axhline(target, color=style["color"], linestyle=":", linewidth=1)
+    return figure
 
 
 def coefficient(runs: Sequence[Run], theme: Theme) -> Figure | None:
@@ -72,24 +78,12 @@ def dead_share(runs: Sequence[Run], theme: Theme) -> Figure | None:
     return _lines(runs, theme, "sparsity/dead_share", "dead neurons", FuncFormatter(percent))
 
 
-def layers_at_end(runs: Sequence[Run], theme: Theme) -> Figure | None:
-    """Active neurons of each layer, mean over the last tenth of the records."""
-    figure, axes = new_figure(runs, theme)
-    ends = []
-    for run, style in styled(runs, theme):
-        _, l0 = run.per_layer("l0")
-        if l0.size:
-            recent = np.ma.masked_invalid(l0[:, -max(1, l0.shape[1] // 10) :]).mean(axis=1).filled(np.nan)
-            axes.plot(range(len(recent)), recent, marker="o", markersize=3, **style)
-            ends.append((len(recent) - 1, recent[-1], run.label, style["color"]))
-    if not ends:
-        return None
-    _log_y(axes)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("layer")
-    axes.set_ylabel("active neurons per token")
-    label_ends(axes, ends, theme)
-    return figure
+def by_layer(runs: Sequence[Run], theme: Theme) -> Figure | None:
+    return _profile(runs, theme, "sparsity/l0/layer_", "layer")
+
+
+def by_position(runs: Sequence[Run], theme: Theme) -> Figure | None:
+    return _profile(runs, theme, "sparsity/l0_part/part_", "eighth of the sequence, from 0")
 
 
 def heatmaps(runs: Sequence[Run], theme: Theme) -> Figure | None:
@@ -193,8 +187,19 @@ PLOTS = (
         "the runs that no sparser run beats.",
         pareto,
     ),
-    Plot("l0-tokens", "Sparsity over tokens", "Active neurons per token, mean over layers.", active_neurons),
-    Plot("l0-layers", "Sparsity by layer", "Mean over the last tenth of each run's records.", layers_at_end),
+    Plot(
+        "l0-tokens",
+        "Sparsity over tokens",
+        "Active neurons per token, mean over layers. Dotted: what ffn.l1.target_l0 asked for.",
+        active_neurons,
+    ),
+    Plot("l0-layers", "Sparsity by layer", "Mean over the last tenth of each run's records.", by_layer),
+    Plot(
+        "l0-position",
+        "Sparsity by position",
+        "Along the training sequences, mean over layers and the last tenth of each run's records.",
+        by_position,
+    ),
     Plot("l1", "L1 coefficient", "The weight of the L1 term in the loss.", coefficient),
     Plot("dead", "Dead neurons", "Share of all neurons that have not fired for long.", dead_share),
     Plot(
@@ -263,6 +268,25 @@ def _lines(
     return figure
 
 
+def _profile(runs: Sequence[Run], theme: Theme, name: str, x_label: str) -> Figure | None:
+    """Active neurons at the end of the runs, by layer or by something else that is numbered."""
+    figure, axes = new_figure(runs, theme)
+    ends = []
+    for run, style in styled(runs, theme):
+        values = run.recent(name)
+        if len(values):
+            axes.plot(range(len(values)), values, marker="o", markersize=3, **style)
+            ends.append((len(values) - 1, values[-1], run.label, style["color"]))
+    if not ends:
+        return None
+    _log_y(axes)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel(x_label)
+    axes.set_ylabel("active neurons per token")
+    label_ends(axes, ends, theme)
+    return figure
+
+
 def _log_y(axes: Axes) -> None:
     """Make the y-axis logarithmic, if a line has anything to show there."""
     if any((line.get_ydata() > 0).any() for line in axes.lines):
@@ -272,5 +296,5 @@ def _log_y(axes: Axes) -> None:
 
 def _densities(run: Run) -> tuple[np.ndarray, np.ndarray]:
     """Tokens [n] and density [layers, n] of a run; active neurons instead when its width is not known."""
-    tokens, l0 = run.per_layer("l0")
+    tokens, l0 = run.table("sparsity/l0/layer_")
     return tokens, l0 / (run.d_ff or 1)

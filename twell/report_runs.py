@@ -74,15 +74,24 @@ class Run:
         values = self._points(key)[1]
         return float(np.median(values[1:] if len(values) > 1 else values)) if len(values) else None
 
-    def per_layer(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens [n] and the values [layers, n] of sparsity/NAME/layer_XX; NaN where a layer lacks one."""
-        pattern = re.compile(rf"sparsity/{re.escape(name)}/layer_(\d+)")
+    def table(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens [n] and the values [k, n] of a metric that is logged k times a record, NaN where one is missing.
+
+        name: without the number at its end, such as "sparsity/l0/layer_".
+        """
+        pattern = re.compile(re.escape(name) + r"(\d+)")
         keys = {int(match[1]): key for row in self.rows for key in row if (match := pattern.fullmatch(key))}
         rows = [row for row in self.rows if any(_number(row.get(key)) for key in keys.values())]
         table = np.full((max(keys, default=-1) + 1, len(rows)), np.nan)
-        for layer, key in keys.items():
-            table[layer] = [row[key] if _number(row.get(key)) else np.nan for row in rows]
+        for i, key in keys.items():
+            table[i] = [row[key] if _number(row.get(key)) else np.nan for row in rows]
         return np.array([row["tokens"] for row in rows], dtype=np.float64), table
+
+    def recent(self, name: str) -> np.ndarray:
+        """The values [k] of such a metric, mean over the last tenth of its records."""
+        values = self.table(name)[1]
+        last = values[:, -max(1, values.shape[1] // 10) :]
+        return np.ma.masked_invalid(last).mean(axis=1).filled(np.nan) if values.size else np.empty(0)
 
     def seconds_to_loss(self, loss: float) -> float | None:
         """Training time when the validation loss first was at most `loss`, interpolated; None if it never was."""

@@ -33,6 +33,7 @@ def write_run(folder: Path, *overrides: str, started: float = 1e9, records: int 
         line |= {"perf/mfu": None, "train/l1_coef": cfg.ffn.l1.coef}
         if cfg.ffn.kind != "dense_silu":
             line |= {"sparsity/l0_mean": sum(L0) / 3, "sparsity/density": sum(L0) / 3 / cfg.ffn.d_ff}
+            line |= {"sparsity/l0_part/part_0": 4.0, "sparsity/l0_part/part_1": 3.0 + i}
             line |= {"sparsity/dead_share": 0.1} | {f"sparsity/l0/layer_{k:02d}": l0 for k, l0 in enumerate(L0)}
         lines.append(line)
         if i % 2 == 0:  # a validation is a record of its own, which has no time in training
@@ -77,7 +78,7 @@ def test_the_page_stands_alone_and_follows_the_color_scheme(runs, tmp_path):
     assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"', page) and "<script" not in page
     ids = re.findall(r'\sid="([^"]*)"', page)
     assert len(ids) == len(set(ids)) and set(re.findall(r"url\(#([^)]*)\)", page)) <= set(ids)
-    assert len(svgs(page)) == 8
+    assert len(svgs(page)) == 9
     style, body = page.split("</style>", 1)
     for theme in (LIGHT, DARK):
         assert all(colour in style and colour not in body for colour in (theme.ink, *theme.series))
@@ -135,7 +136,7 @@ def test_records_may_lack_metrics(tmp_path):
     (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     run = load_runs([str(path)])[0]
     assert run.last("train/loss") == 2.0 and run.last("val/sample") is None and run.median("perf/step_ms") is None
-    tokens, l0 = run.per_layer("l0")
+    tokens, l0 = run.table("sparsity/l0/layer_")
     np.testing.assert_array_equal(tokens, [10])
     np.testing.assert_array_equal(l0, [[np.nan], [3.0]])
     page = report.write_report([run], tmp_path / "report").read_text()
@@ -204,6 +205,23 @@ def test_time_is_interpolated(runs):
     assert run.seconds_to_loss(3.3) == pytest.approx(72)
     assert run.seconds_to_loss(4.0) == 40 and run.seconds_to_loss(3.0) is None
     assert run.median("perf/tokens_per_second") == 1004  # without the first
+
+
+def test_profiles_are_means_of_the_end(tmp_path):
+    run = load_runs([str(write_run(tmp_path, "name=long", records=20))])[0]
+    np.testing.assert_allclose(run.recent("sparsity/l0_part/part_"), [4, 22.5])  # of records 19 and 20
+    assert not len(run.recent("sparsity/none/part_"))
+
+
+def test_targets_and_coefficients_are_drawn(tmp_path):
+    path = write_run(tmp_path, "ffn.l1.target_l0=5", "ffn.l1.coef=1e-3")
+    lines = (path / "metrics.jsonl").read_text().replace('"train/l1_coef": 0.001', '"train/l1_coef": 0.002', 1)
+    (path / "metrics.jsonl").write_text(lines)
+    run = load_runs([str(path)])
+    plots = {plot.name: plot.draw(run, LIGHT) for plot in PLOTS}
+    assert plots["l1"].axes[0].lines[0].get_ydata()[0] == 0.002
+    assert [line.get_ydata()[0] for line in plots["l0-tokens"].axes[0].lines][1:] == [5]
+    assert plots["pareto"] is None
 
 
 def test_labels_move_apart():
