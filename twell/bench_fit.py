@@ -34,8 +34,9 @@ class Options:
     layers: int = 0  # 0 = the preset's
     vocab: int = 50257  # ids of the tokenizer (50257: gpt2's)
     impl: str = "auto"  # of the sparse FFN: auto | triton | torch
-    dtype: str = "auto"
-    compile: bool | None = None
+    recompute: str = "none"  # none | selective | full: as in twell/config.py
+    dtype: str = "auto"  # auto = bf16; bf16 | fp32
+    compile: bool | None = None  # null = true
     out: str = ""  # JSON file for the results
 
 

@@ -19,6 +19,7 @@ from twell.bench_step_parts import Widths, time_by_part
 from twell.bench_step_report import print_environment, print_result
 from twell.energy import EnergyMeter
 from twell.flops import dense_flops, executed_flops
+from twell.memory import collecting_by_hand, explain_out_of_memory
 from twell.model import Transformer
 from twell.tracking import peak_flops
 
@@ -68,7 +69,8 @@ def run_models(options: CompareOptions, measure_model: Callable[[Setup, str], di
         environment = measure.environment(setup.device) | {"dtype": str(setup.dtype).removeprefix("torch.")}
         if not results:
             print_environment(environment)
-        results.append(measure_model(setup, name))
+        with explain_out_of_memory(setup.cfg, setup.device), collecting_by_hand():
+            results.append(measure_model(setup, name))
         print_result(results[-1])
         if options.out:  # after each model: a run that is cut short has lost only the rest
             Path(options.out).parent.mkdir(parents=True, exist_ok=True)

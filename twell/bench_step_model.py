@@ -39,6 +39,7 @@ class ModelOptions:
     layers: int = 0  # 0 = the preset's
     vocab: int = 50257  # ids of the random tokens, and the embedding rounded up to a multiple of 128 (50257: gpt2's)
     impl: str = "auto"  # of the sparse FFN: auto | triton | torch
+    recompute: str = "none"  # none | selective | full: as in twell/config.py
     dtype: str = "auto"  # auto = bf16 on a GPU, fp32 on CPU; bf16 | fp32
     compile: bool | None = None  # null = on a GPU
     seed: int = 1337
@@ -99,7 +100,7 @@ class Setup:
     def _transformer(self, kind: str) -> Transformer:
         ffn = copy.deepcopy(self.cfg.ffn)
         ffn.kind = kind
-        return Transformer(self.cfg.model, ffn, self.vocab_size, self.n_vocab, self.dtype)
+        return Transformer(self.cfg.model, ffn, self.vocab_size, self.n_vocab, self.dtype, self.options.recompute)
 
     def batches(self, n_micro: int) -> list[Batch]:
         """Micro-batches of random tokens, or of the run's text."""
