@@ -54,8 +54,8 @@ class Tally:
         count_neurons(self.histogram, stats)
         counted = stats.counted.long()  # [b, t]
         t = counted.shape[1]
-        self.by_position[:, :t] += (stats.nnz * counted).sum(1)
-        self.counted[:t] += counted.sum(0)
+        self.by_position[:, :t].add_((stats.nnz * counted).sum(1))
+        self.counted[:t].add_(counted.sum(0))
         self.fired += stats.fired
 
     def l0_sum(self) -> Tensor:
