@@ -3,6 +3,7 @@
     kernels    the sparse FFN against the dense one: time, error, memory, and each stage against its floor
     step       the whole training step, dense against sparse: tokens/s, MFU, parts, memory, energy
     prefill    the same for a forward pass over prompts
+    decode     the same for one token after another, at several batch sizes
     fit        the largest micro-batch that fits this GPU
 
 `python -m twell.bench COMMAND help=true` lists the command's keys and their defaults.
@@ -21,6 +22,7 @@ COMMANDS = {
     "kernels": "twell.bench_kernels",
     "step": "twell.bench_step",
     "prefill": "twell.bench_prefill",
+    "decode": "twell.bench_decode",
     "fit": "twell.bench_fit",
 }
 

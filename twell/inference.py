@@ -11,8 +11,9 @@ depends on its prompt, seed and settings, not on what shares its batch (but for 
 """
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import NamedTuple
 
@@ -162,13 +163,16 @@ class Engine:
         last = max(request.position for request in requests.values())
         slots = min(self.length, (last // SLOTS + 1) * SLOTS)
         self._draw_numbers(requests, sampling)
-        if self.graph:
-            self._captured_step(slots, sampling).replay()
-        else:
-            self._compute_step(slots, sampling)
+        self.stepper(slots, sampling)()
         for request in requests.values():
             request.position += 1
         return self._send(requests)
+
+    def stepper(self, slots: int, sampling: Sampling) -> Callable[[], None]:
+        """What computes one step of all rows, of which attention reads `slots` slots."""
+        if self.graph:
+            return self._captured_step(slots, sampling).replay
+        return partial(self._compute_step, slots, sampling)
 
     @torch.no_grad()
     def _compute_step(self, slots: int, sampling: Sampling) -> None:

@@ -1,0 +1,185 @@
+"""Decoding, dense against sparse: one token for every row of a batch, as a CUDA graph of compiled parts.
+
+    python -m twell.bench decode model=1p5b nnz=30 out=results/decode.json    some minutes on an H200
+    python -m twell.bench decode run=runs/NAME                                real firing: a run's weights and text
+    python -m twell.bench decode run=runs/NAME check=256 rows=8               instead, compare 256 tokens of greedy text
+    python -m twell.bench decode model=nano layers=2 vocab=300 rows=1,3       a smoke test, on any machine
+
+All variants work on the same weights, in the compute dtype, and take turns; each row has read a prompt of its own and
+is given a random next token (or the text's), since tokens of an untrained model soon repeat themselves and would fire
+the same neurons in every row. A step includes the head and the choice of the most probable token. Energy is measured
+in a run of its own after the timing.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from twell import measure
+from twell.bench_step_measure import Call, joules_per_token, release
+from twell.bench_step_model import ModelOptions, Setup, selected
+from twell.bench_step_report import print_environment, print_table
+from twell.errors import UserError
+from twell.forced import force_firing
+from twell.greedy_check import compare_greedy
+from twell.inference import PREFILL_TOKENS, SLOTS, Engine
+from twell.model import Transformer
+from twell.sampling import GREEDY
+
+N_STEPS = 8  # different tokens, in turn
+
+
+@dataclass
+class Options(ModelOptions):
+    variants: str = "dense_silu,dense_relu,sparse"
+    rows: str = "1,8,64,512"  # batch sizes, one after another
+    prompt: int = 128  # tokens that every row has read
+    rounds: int = 20  # turns that each variant gets, of 8 steps each
+    seconds: float = 3.0  # for the energy of each variant
+    energy: bool = True
+    check: int = 0  # instead of timing: tokens of greedy text that sparse and dense must have in common
+    out: str = ""  # JSON file for all results, rewritten after each batch size
+
+
+class Contender:
+    """One variant with its prompts read; a call takes one step."""
+
+    def __init__(self, engine: Engine, tokens: Tensor):
+        """tokens int64 [rows, prompt + N_STEPS]."""
+        self.engine, self.device = engine, engine.device
+        prompt = tokens.shape[1] - N_STEPS
+        at_once = max(1, PREFILL_TOKENS // prompt)
+        for rows in torch.arange(len(tokens), device=self.device).split(at_once):
+            engine.decoder.prefill(tokens[rows, :prompt], torch.full_like(rows, prompt), rows, engine.cache)
+        engine.positions.fill_(prompt)
+        self.next = tokens[:, prompt:].T.contiguous()  # [N_STEPS, rows]
+        self.step = engine.stepper(engine.length, GREEDY)
+
+    def __call__(self, i: int) -> None:
+        self.engine.tokens.copy_(self.next[i])
+        self.step()
+
+
+def run(options: Options) -> None:
+    variants = selected(options)
+    if "relu_l1" in variants:
+        raise UserError(f"variants={options.variants}: without gradients, relu_l1 is dense_relu")
+    try:
+        batch_sizes = [int(rows) for rows in options.rows.split(",")]
+    except ValueError:
+        raise UserError(f"rows={options.rows}: must be numbers with commas between them") from None
+    setup = Setup(options, options.run or options.model)
+    if options.prompt + N_STEPS > setup.cfg.model.seq_len:
+        raise UserError(f"prompt={options.prompt}: leaves no {N_STEPS} of seq_len={setup.cfg.model.seq_len} tokens")
+    model = setup.twin("dense_relu", setup.build())  # which needs no kernels to say what fires
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(setup.dtype)
+    text = setup.batches(1)[0].tokens
+    if setup.forced:
+        force_firing(model, options.nnz, text, token_sigma=options.spread)
+    if options.check:
+        check(setup, model, text, batch_sizes[0])
+        return
+    environment = measure.environment(setup.device) | {"dtype": str(setup.dtype).removeprefix("torch.")}
+    print_environment(environment)
+    results = []
+    for rows in batch_sizes:
+        results.append(measure_rows(setup, model, variants, cut(text, rows, options.prompt + N_STEPS)))
+        print_result(results[-1])
+        if options.out:  # after each batch size: a run that is cut short has lost only the rest
+            Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+            head = {"environment": environment, "options": asdict(options)} | setup.describe(options.model, model, 1)
+            Path(options.out).write_text(json.dumps(head | {"results": results}, indent=1) + "\n")
+        release()
+
+
+def cut(text: Tensor, rows: int, length: int) -> Tensor:
+    """`rows` pieces [rows, length] of text [b, t], from its beginning again if it is too short for all."""
+    text = text.flatten()
+    return text[torch.arange(rows * length, device=text.device) % len(text)].view(rows, length)
+
+
+def engine_of(setup: Setup, model: Transformer, variant: str, rows: int, length: int) -> Engine:
+    impl = setup.options.impl if variant == "sparse" else "torch"
+    return Engine(setup.twin(variant, model), rows, length, impl=impl, compile=setup.compiled)
+
+
+def measure_rows(setup: Setup, model: Transformer, variants: list[str], tokens: Tensor) -> dict:
+    """All numbers of all variants at one batch size, as they go into the JSON file."""
+    options, (rows, length) = setup.options, tokens.shape
+    torch._dynamo.reset()  # what other shapes have compiled counts towards a limit
+    slots = -(-length // SLOTS) * SLOTS
+    contenders = {name: Contender(engine_of(setup, model, name, rows, slots), tokens) for name in variants}
+    timings = measure.alternate(contenders, N_STEPS, options.rounds, setup.device, warmup=2)
+    results = {}
+    for name, timing in timings.items():
+        call = Call(False, N_STEPS, rows, 0)
+        joules = joules_per_token(contenders[name], call, options.seconds, setup.device) if options.energy else None
+        results[name] = {
+            "ms": timing.median,
+            "spread": timing.spread,
+            "tokens_per_second": 1e3 * rows / timing.median,
+            "joules_per_token": joules,
+            "computes_only_what_fires": contenders[name].engine.decoder.shape.sparse,
+        }
+    return {"rows": rows, "firing": firing(model, tokens[:, : options.prompt + 1]), "variants": results}
+
+
+@torch.no_grad()
+def firing(model: Transformer, tokens: Tensor) -> dict[str, float]:
+    """Neurons that fire on the last token of each row, mean over rows and layers, and on any row, mean over layers.
+
+    Of at most 64 rows: more would fill the memory.
+    """
+    each, any_row = [], []
+
+    def note(ffn: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        fires = F.linear(inputs[0][:, -1], ffn.w_gate.to(inputs[0].dtype)) > 0  # [rows, h]
+        each.append(fires.sum() / len(fires))
+        any_row.append(fires.any(0).sum())
+
+    hooks = [block.ffn.register_forward_pre_hook(note) for block in model.blocks]
+    model(tokens[:64])
+    for hook in hooks:
+        hook.remove()
+    return {"mean": torch.stack(each).mean().item(), "union": torch.stack(any_row).float().mean().item()}
+
+
+def check(setup: Setup, model: Transformer, text: Tensor, rows: int) -> None:
+    """Print where the greedy texts part; UserError if anywhere it is not at a tie."""
+    options = setup.options
+    if options.prompt + options.check > model.seq_len:
+        raise UserError(
+            f"check={options.check}: with prompt={options.prompt} that is more than seq_len={model.seq_len}"
+        )
+    dense, sparse = (engine_of(setup, model, name, rows, model.seq_len) for name in ("dense_relu", "sparse"))
+    if not sparse.decoder.shape.sparse:
+        raise UserError(
+            f"check={options.check}: rows={rows} would run dense here; rows up to 64 on a GPU, or impl=triton"
+        )
+    comparisons = compare_greedy(dense, sparse, cut(text, rows, options.prompt).tolist(), options.check)
+    for i, comparison in enumerate(comparisons):
+        print(f"prompt {i}: {comparison}")
+    if faults := sum(c.differs and not c.tie for c in comparisons):
+        raise UserError(f"check={options.check}: {faults} of {rows} texts differ by more than a tie")
+
+
+def print_result(result: dict) -> None:
+    variants, fires = result["variants"], result["firing"]
+    print(f"\nbatch {result['rows']}: {fires['mean']:.1f} neurons fire per token, {fires['union']:.0f} on some row")
+    columns = {
+        "tokens/s": lambda v: f"{v['tokens_per_second']:,.0f}",
+        "ms per step": lambda v: f"{v['ms']:.3f}",
+        "±": lambda v: f"{50 * v['spread']:.1f}%",
+        "mJ/token": lambda v: "n/a" if v["joules_per_token"] is None else f"{1e3 * v['joules_per_token']:.2f}",
+        "only what fires": lambda v: "yes" if v["computes_only_what_fires"] else "no",
+    }
+    for base in ("dense_silu", "dense_relu"):
+        if base in variants:
+            columns[f"over {base}"] = lambda v, base=base: f"{variants[base]['ms'] / v['ms']:.3f}"
+    print_table("variant", columns, variants)
+    print(flush=True)
