@@ -27,6 +27,7 @@ from data.tokenizer import Tokenizer
 from twell import parallel, tracking
 from twell.arguments import parse_arguments, run_command
 from twell.config import Config, ConfigError
+from twell.generate import device_named, load_run
 from twell.measures import ValidationSparsity
 from twell.routing import Routing
 
@@ -97,13 +98,6 @@ class EvaluateConfig:
     device: str = "auto"  # auto | cpu | cuda
 
 
-def device_named(name: str) -> torch.device:
-    """auto = a GPU if torch sees one."""
-    if name not in ("auto", "cpu", "cuda") or (name == "cuda" and not torch.cuda.is_available()):
-        raise ConfigError(f"device={name}: must be auto, cpu, or cuda if torch sees a GPU")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
 def checkpoint_config(meta: dict[str, Any]) -> Config:
     """The config that a checkpoint's meta holds."""
     return OmegaConf.merge(OmegaConf.structured(Config), meta["config"])
@@ -126,8 +120,6 @@ def evaluation_data(cfg: Config, tokenizer: Tokenizer, folder: str | None) -> Pr
 
 def evaluate(cfg: EvaluateConfig) -> dict[str, Any]:
     """Do what `cfg` asks for; returns what the results file then holds."""
-    from twell.generate import load_run  # which imports what train.py needs of this module
-
     run, device = Path(cfg.run), device_named(cfg.device)
     model, tokenizer, meta = load_run(run, cfg.checkpoint, device)
     trained = checkpoint_config(meta)

@@ -25,9 +25,9 @@ from data.tokenizer import Tokenizer
 from twell.arguments import parse_arguments, run_command
 from twell.config import Config, ConfigError
 from twell.errors import UserError
-from twell.evaluate import checkpoint_config, device_named, evaluation_data
+from twell.evaluate import checkpoint_config, evaluation_data
 from twell.ffn import SparseFFN
-from twell.generate import load_run
+from twell.generate import device_named, load_run
 from twell.hf_card import model_card, run_numbers
 from twell.hf_config import InterchangeError, layout_of, to_hf_config
 from twell.hf_prune import count_firing, neurons_to_keep, prune
