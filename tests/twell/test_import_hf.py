@@ -1,0 +1,256 @@
+"""Models of Hugging Face as runs: stock transformers writes the folders, and our logits must be its logits."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from data.tokenizer import ByteTokenizer
+from tests.twell.exchange import some_ids
+from twell import checkpoint
+from twell.config import CONFIG_DIR, ConfigError, register
+from twell.errors import UserError
+from twell.generate import load_run
+from twell.hf_config import InterchangeError
+from twell.hf_tokenizer import save_hf_tokenizer
+from twell.import_hf import ImportConfig, import_hf, main
+
+transformers = pytest.importorskip("transformers", reason="needs the extra `export`")
+safetensors_torch = pytest.importorskip("safetensors.torch", reason="needs the extra `export`")
+
+SIZES = {
+    "vocab_size": 260,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 17,
+}
+
+
+def make_theirs(folder: Path, kind: str = "llama", max_shard_size: str = "5GB", **config):
+    """A random model of stock transformers and a byte tokenizer, saved in `folder`."""
+    cfg = transformers.AutoConfig.for_model(kind, **SIZES | config)
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(cfg)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not (name.endswith("o_proj.bias")):
+                parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.2)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    save_hf_tokenizer(ByteTokenizer(), folder, 17)
+    return model.eval()
+
+
+def imported(folder: Path, **options) -> Path:
+    """Import `folder`/hf as run `folder`/runs/small, silently."""
+    cfg = ImportConfig(path=str(folder / "hf"), name="small", out=str(folder / "runs"), **options)
+    return import_hf(cfg, log=lambda text: None)
+
+
+def edit_config(folder: Path, **changes) -> None:
+    """Change config.json; None removes a key."""
+    path = folder / "hf/config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+MODELS = [
+    ("llama", {}, "dense_silu"),
+    ("llama", {"hidden_act": "relu", "num_key_value_heads": 6, "tie_word_embeddings": True}, "sparse"),
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1234.5}, "rms_norm_eps": 1e-3}, "dense_silu"),
+    ("llama", {"attention_bias": True}, "dense_silu"),
+    ("qwen2", {"tie_word_embeddings": True}, "dense_silu"),
+    ("qwen3", {"head_dim": 4}, "dense_silu"),
+    ("qwen3", {"head_dim": 4, "attention_bias": True, "hidden_act": "relu"}, "sparse"),
+    ("arcee", {"hidden_act": "relu"}, "sparse_nongated"),
+]
+
+
+@pytest.mark.parametrize(("kind", "config", "ffn"), MODELS)
+@torch.no_grad()
+def test_our_logits_are_theirs(kind: str, config: dict, ffn: str, tmp_path):
+    theirs = make_theirs(tmp_path / "hf", kind, **config)
+    model, tokenizer, meta = load_run(imported(tmp_path), "latest", torch.device("cpu"))
+    assert meta["config"]["ffn"]["kind"] == ffn and meta["step"] == 0
+    assert tokenizer.identity == ByteTokenizer.identity
+    ids = some_ids(257)
+    torch.testing.assert_close(model(ids).logits[..., :257], theirs(ids).logits[..., :257], rtol=1e-4, atol=1e-5)
+    assert model.embed.weight.shape == (384, 24)  # padded for speed; the padding is never predicted
+    assert model(ids).logits[..., 257:].isneginf().all() and not model.embed.weight[260:].any()
+
+
+@torch.no_grad()
+def test_shards_and_the_spelling_of_transformers_4(tmp_path):
+    theirs = make_theirs(
+        tmp_path / "hf", max_shard_size="20KB", rope_parameters={"rope_type": "default", "rope_theta": 777.0}
+    )
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
+    edit_config(tmp_path, rope_parameters=None, rope_theta=777.0, rope_scaling=None, head_dim=None, dtype=None)
+    model, _, _ = load_run(imported(tmp_path), "latest", torch.device("cpu"))
+    assert model.rope_theta == 777.0
+    ids = some_ids(257)
+    torch.testing.assert_close(model(ids).logits[..., :257], theirs(ids).logits[..., :257], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@torch.no_grad()
+def test_the_published_sparse_layout(kind: str, transposed: bool, tmp_path):
+    """ReLU although hidden_act says silu; the width under another key; the down projection either way round."""
+    theirs = make_theirs(tmp_path / "hf", kind, hidden_act="relu", tie_word_embeddings=True)
+    edit_config(
+        tmp_path, model_type=f"{kind}_sparse_relu", hidden_act="silu", sparsity_new_intermediate_size=40,
+        intermediate_size=99, sparsity_gated_mlp=True, sparsity_use_hybrid_kernel=True,
+    )  # fmt: skip
+    if transposed:
+        path = tmp_path / "hf/model.safetensors"
+        tensors = safetensors_torch.load_file(path)
+        turned = {name: t.T.contiguous() if "down_proj" in name else t for name, t in tensors.items()}
+        safetensors_torch.save_file(turned, path)
+    model, _, meta = load_run(imported(tmp_path), "latest", torch.device("cpu"))
+    assert meta["config"]["ffn"]["kind"] == "sparse"
+    ids = some_ids(257)
+    torch.testing.assert_close(model(ids).logits[..., :257], theirs(ids).logits[..., :257], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_published_sparse_layout_without_a_gate(tmp_path):
+    theirs = make_theirs(tmp_path / "hf", "arcee", hidden_act="relu")
+    edit_config(tmp_path, model_type="llama_sparse_relu", hidden_act="silu", sparsity_gated_mlp=False)
+    model, _, _ = load_run(imported(tmp_path), "latest", torch.device("cpu"))
+    ids = some_ids(257)
+    torch.testing.assert_close(model(ids).logits[..., :257], theirs(ids).logits[..., :257], rtol=1e-4, atol=1e-5)
+
+
+def test_a_square_down_projection_lies_as_the_config_says(tmp_path):
+    make_theirs(tmp_path / "hf", hidden_act="relu", intermediate_size=24)
+    stored = safetensors_torch.load_file(tmp_path / "hf/model.safetensors")["model.layers.0.mlp.down_proj.weight"]
+    for name, hybrid in (("turned", True), ("plain", False)):
+        edit_config(tmp_path, model_type="llama_sparse_relu", sparsity_use_hybrid_kernel=hybrid)
+        run = import_hf(ImportConfig(str(tmp_path / "hf"), name, str(tmp_path)), log=lambda text: None)
+        model, _, _ = load_run(run, "latest", torch.device("cpu"))
+        assert torch.equal(model.blocks[0].ffn.w_down, stored if hybrid else stored.T)
+
+
+def test_bf16_weights_become_fp32_masters(tmp_path):
+    theirs = make_theirs(tmp_path / "hf")
+    theirs.to(torch.bfloat16).save_pretrained(tmp_path / "hf")
+    model, _, _ = load_run(imported(tmp_path), "latest", torch.device("cpu"))
+    assert model.blocks[1].attn.o.weight.dtype == torch.float32
+    assert torch.equal(model.blocks[1].attn.o.weight, theirs.model.layers[1].self_attn.o_proj.weight.float())
+
+
+def test_options(tmp_path):
+    make_theirs(tmp_path / "hf", hidden_act="relu")
+    run = imported(tmp_path, seq_len=9, ffn="dense_relu", tokenizer="bytes")
+    model, _, meta = load_run(run, "latest", torch.device("cpu"))
+    assert model.seq_len == 9 and meta["config"]["ffn"]["kind"] == "dense_relu"
+    with pytest.raises(InterchangeError, match="is there already; choose another name"):
+        imported(tmp_path)
+    with pytest.raises(ConfigError, match=r"^ffn=dense_silu: this model's FFN is sparse or dense_relu"):
+        import_hf(ImportConfig(str(tmp_path / "hf"), "other", str(tmp_path), ffn="dense_silu"))
+
+
+def test_a_folder_may_hold_the_tokenizer(tmp_path):
+    make_theirs(tmp_path / "hf")
+    (tmp_path / "hf/tokenizer.json").unlink()
+    with pytest.raises(InterchangeError, match=r"tokenizer\.json: is missing .*tokenizer=NAME or FOLDER"):
+        imported(tmp_path)
+    ByteTokenizer().save(tmp_path / "mine")
+    imported(tmp_path, tokenizer=str(tmp_path / "mine"))
+
+
+def test_the_preset_fits_the_checkpoint(tmp_path):
+    """`train.py --config-dir RUN/configs model=NAME` builds the imported model."""
+    make_theirs(tmp_path / "hf", "qwen3", head_dim=4)
+    run = imported(tmp_path)
+    register()
+    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+        search = f"hydra.searchpath=[file://{run}/configs]"
+        cfg = compose("config", [search, "model=small", "ffn=dense_silu"])
+    assert cfg.model.qk_norm and cfg.ffn.d_ff == 40 and cfg.batch.tokens == 16 * 17
+    assert cfg.model == checkpoint.read_meta(run, 0)["config"]["model"]
+
+
+REFUSALS = [
+    ({"model_type": "mamba"}, r"model_type=mamba \(LlamaForCausalLM\): only llama, qwen2, .* can be imported"),
+    ({"hidden_act": "gelu"}, "hidden_act=gelu: must be silu or relu"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters=.*yarn.*: only rope_type=default"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling=.*linear.*: only rope_type=default"),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "alike in all layers"),
+    ({"rope_parameters": {"rope_theta": "big"}}, "rope_theta=big: must be a number"),
+    ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5: not supported"),
+    ({"mlp_bias": True}, "mlp_bias=True: not supported"),
+    ({"use_sliding_window": True}, "use_sliding_window=True: not supported"),
+    ({"layer_types": ["sliding_attention"]}, "only full_attention"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config=.*: not supported"),
+    ({"head_dim": 8}, "head_dim=8 with hidden_size=24 and num_attention_heads=6"),
+    ({"num_key_value_heads": 4}, "num_key_value_heads=4 does not divide num_attention_heads=6"),
+    ({"hidden_size": None}, "hidden_size=None: must be a whole number"),
+    ({"num_hidden_layers": 3}, r"missing tensors .*: model\.layers\.2\.input_layernorm\.weight, .* and 4 more"),
+    ({"num_hidden_layers": 1}, r"unknown tensors .*: model\.layers\.1\..* and 4 more"),
+    ({"intermediate_size": 41}, r"wrong shapes .*mlp\.gate_proj\.weight is \[40, 24\], not \[41, 24\]"),
+    ({"model_type": "qwen2"}, r"missing tensors .*q_proj\.bias"),
+    ({"vocab_size": 250}, r"wrong shapes .*embed_tokens\.weight is \[260, 24\]"),
+    ({"tie_word_embeddings": True}, "lm_head.weight: config.json says tie_word_embeddings, but it is not"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSALS)
+def test_what_we_do_not_have_is_named(changes: dict, message: str, tmp_path):
+    make_theirs(tmp_path / "hf")
+    edit_config(tmp_path, **changes)
+    with pytest.raises(InterchangeError, match=message) as caught:
+        imported(tmp_path)
+    assert "\n" not in str(caught.value) and not (tmp_path / "runs/small").exists()
+
+
+def test_a_bias_on_the_output_projection_is_refused(tmp_path):
+    theirs = make_theirs(tmp_path / "hf", attention_bias=True)
+    with torch.no_grad():
+        theirs.model.layers[1].self_attn.o_proj.bias[3] = 1.0
+    theirs.save_pretrained(tmp_path / "hf")
+    with pytest.raises(InterchangeError, match=r"layers\.1\.self_attn\.o_proj\.bias: not zero"):
+        imported(tmp_path)
+
+
+def test_more_ids_than_rows_are_refused(tmp_path):
+    make_theirs(tmp_path / "hf", vocab_size=250)
+    with pytest.raises(InterchangeError, match="tokenizer bytes has 257 ids, but the embedding has 250 rows"):
+        imported(tmp_path)
+
+
+@torch.no_grad()
+def test_a_vocabulary_padded_further_than_ours_keeps_its_rows(tmp_path):
+    theirs = make_theirs(tmp_path / "hf", vocab_size=500)
+    model, _, meta = load_run(imported(tmp_path), "latest", torch.device("cpu"))
+    assert meta["config"]["model"]["vocab_size"] == 500
+    assert torch.equal(model.embed.weight, theirs.model.embed_tokens.weight)
+
+
+def test_missing_and_damaged_files_are_named(tmp_path):
+    with pytest.raises(InterchangeError, match=r"hf/config\.json: no such file"):
+        imported(tmp_path)
+    make_theirs(tmp_path / "hf")
+    weights = tmp_path / "hf/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(InterchangeError, match=r"model\.safetensors: cannot be read"):
+        imported(tmp_path)
+    weights.unlink()
+    with pytest.raises(InterchangeError, match=r"no \*\.safetensors there"):
+        imported(tmp_path)
+    (tmp_path / "hf/config.json").write_text("{")
+    with pytest.raises(InterchangeError, match=r"config\.json: cannot be read"):
+        imported(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["path=x"], ["name=x"], ["path=x", "name=a/b"], ["path=x", "name=y", "seq_len=0"]]
+)
+def test_a_wrong_argument_is_named(arguments: list[str]):
+    with pytest.raises(UserError, match=r"^(path=|seq_len=0)"):
+        main(arguments)
