@@ -34,15 +34,16 @@ class Options(CompareOptions):
 class Contender:
     """One variant; a call reads one batch of prompts."""
 
-    def __init__(self, model: Transformer, batches: list[Batch], setup: Setup):
-        self.model, self.batches, self.device = model, batches, setup.device
-        self.routing = Routing(model, setup.device, setup.dtype)
-        self.repeats, self.seconds = 0, 0.0
-        self._learn()
-        # Only the last position goes on to the head: what the others predict is in the prompt.
-        model.norm.register_forward_pre_hook(lambda _norm, inputs: inputs[0][:, -1:])
+    def __init__(self, variant: str, model: Transformer, batches: list[Batch], setup: Setup):
+        self.model, self.batches, self.device = setup.twin(variant, model), batches, setup.device
         if setup.compiled:
-            model.compile_parts()
+            self.model.compile_parts()
+        self.routing = Routing(self.model, setup.device, setup.dtype)
+        self.repeats, self.seconds = 0, 0.0
+        if variant == "sparse":
+            self._learn()
+        # Only the last position goes on to the head: what the others predict is in the prompt.
+        self.model.norm.register_forward_pre_hook(lambda _norm, inputs: inputs[0][:, -1:])
 
     def _learn(self) -> None:
         batch = self.batches[0]
@@ -82,7 +83,7 @@ def run(options: Options) -> None:
         if setup.forced:
             force_firing(model, options.nnz, batches[0].tokens, token_sigma=options.spread)
         firing = firing_by_layer(setup.twin("dense_relu", model), batches[0])
-        contenders = {variant: Contender(setup.twin(variant, model), batches, setup) for variant in variants}
+        contenders = {variant: Contender(variant, model, batches, setup) for variant in variants}
         for contender in contenders.values():
             contender.warm_up()
         fixed = sum(p.nbytes for p in model.parameters())

@@ -64,7 +64,8 @@ class Setup:
     def __init__(self, options: ModelOptions, preset: str):
         self.options = options
         self.forced = not options.run  # whether the weights are made to fire as asked
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        on_gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self.dtype = parallel.compute_dtype(options.dtype, self.device.type)
         self.compiled = self.device.type == "cuda" if options.compile is None else options.compile
         self.cfg = _config(options, preset)
