@@ -22,7 +22,7 @@ from data.baselines import reference_losses
 from data.loader import Loader, validation_batches
 from data.prepare import prepare
 from data.stream import StreamLoader
-from twell import checkpoint, memory, parallel
+from twell import checkpoint, graphs, memory, parallel
 from twell.checks import validate
 from twell.config import Config, accumulation_steps, hydra_main, padded_vocab_size, total_steps
 from twell.control import L1Control
@@ -149,6 +149,9 @@ def train(cfg: Config, closing: ExitStack) -> None:
     if reference is None:  # what counting reaches on the validation windows of all ranks
         reference = reference_losses(prepared, validation_batches(prepared, tokens=cfg.eval.tokens, **shape))
     peak = peak_flops(ranks.device)
+    use_graph = graphs.wanted(cfg, ranks.device, ranks.world_size, model.n_params)
+    if use_graph:
+        routing.expect_graph()
     step = Step(
         model,
         weights,
@@ -158,6 +161,7 @@ def train(cfg: Config, closing: ExitStack) -> None:
         clip=cfg.optim.clip,
         overflowed=routing.overflowed,
         count=meter.add if has_zeros else None,
+        graph_signature=routing.signature if use_graph else None,
     )
     watch = StopWatch()
     profiler = Profiler(run, cfg.profile if ranks.is_main else 0, log)

@@ -25,6 +25,7 @@ CHOICES = {
     "optim.schedule.unit": ("steps", "tokens"),
     "wandb.mode": ("auto", "online", "offline", "disabled"),
     "recompute": ("none", "selective", "full"),
+    "cuda_graph": ("auto", "on", "off"),
     "resume": ("auto", "never"),
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "bf16", "fp32"),
@@ -84,16 +85,19 @@ def validate(cfg: Config, world_size: int = 1) -> None:
     _check_forced(cfg)
     _check_data(cfg)
     _check_schedule(cfg)
-    _check_machine(cfg)
+    _check_machine(cfg, world_size)
     accumulation_steps(cfg, world_size)
 
 
-def _check_machine(cfg: Config) -> None:
+def _check_machine(cfg: Config, world_size: int) -> None:
     on_gpu = cfg.device != "cpu" and torch.cuda.is_available()
     if cfg.device == "cuda" and not on_gpu:
         raise ConfigError("device=cuda, but torch sees no GPU; use device=auto or device=cpu")
     if cfg.compile and not on_gpu and shutil.which(os.environ.get("CXX", "g++")) is None:
         raise ConfigError("compile=true on a CPU needs a C++ compiler, and no g++ is on PATH; use compile=false")
+    if cfg.cuda_graph == "on" and (not on_gpu or world_size > 1):
+        where = f"WORLD_SIZE={world_size}" if on_gpu else "no GPU"
+        raise ConfigError(f"cuda_graph=on with {where}: works on one GPU only; use cuda_graph=auto or cuda_graph=off")
     if cfg.ffn.impl == "triton":
         device = torch.device("cuda" if on_gpu else "cpu")
         reason = unsupported(device, parallel.compute_dtype(cfg.dtype, device.type), cfg.model.d_model)

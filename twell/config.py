@@ -190,10 +190,12 @@ class Config:
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto = bf16 on a GPU, fp32 on CPU; bf16 | fp32. Master weights are always fp32
     compile: bool | None = None  # torch.compile; null = on a GPU
-    # What backward computes again instead of keeping it, for memory: none | selective = the FFN half of each block, which
-    # holds about half of the activations and takes a fifth more time (sparse layers hold little there) | full = each
-    # block, a third more time
+    # What backward computes again instead of keeping it, to save memory: none | selective = the FFN half of each block,
+    # about a fifth more work (a sparse layer keeps little there anyway) | full = each block, a third more work
     recompute: str = "none"
+    # Replay each micro-step from a CUDA graph (one GPU): auto = for models below 500M parameters, whose kernels are
+    # shorter than the host takes to launch them; on | off. See twell/graphs.py for what it costs.
+    cuda_graph: str = "auto"
     max_nonfinite: int = 10  # stop after this many steps in a row with a non-finite loss or gradient norm
     profile: int = 0  # write a torch trace of this many steps (after warm-up) into the run folder
     # Measures speed, and only that: weights that make so many neurons fire per token in every layer (twell/forced.py),

@@ -49,6 +49,8 @@ def _what_helps(cfg: Config) -> str:
         flags.append("recompute=selective")
     if cfg.recompute != "full":
         flags.append("recompute=full")
+    if cfg.cuda_graph != "off":
+        flags.append("cuda_graph=off")
     if not flags:
         flags.append("a smaller model.seq_len or model")
     return "try " + ", ".join(flags)

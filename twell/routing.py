@@ -5,6 +5,8 @@ products. Passes read it on the host and leave their measurements on the device,
 there is nothing to decide and everything here does nothing.
 """
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor, nn
 
@@ -45,6 +47,19 @@ class Routing:
             from kernels.state import update
 
             update(self._states)
+
+    def expect_graph(self) -> None:
+        """Passes will run from CUDA graphs: let the layers decide as if launching a kernel cost the host nothing."""
+        for state in self._states:
+            state.captured = True
+
+    def signature(self) -> Hashable:
+        """What a graph of training passes has baked in: equal as long as it is valid."""
+        if not self._states:
+            return ()
+        from kernels.state import signature
+
+        return signature(self._states)
 
     def after_step(self, logging: bool) -> None:
         """Call after every optimizer step: learns after the 1st, 2nd, 4th, 8th, ... and when `logging`.

@@ -7,7 +7,7 @@
 Only `finish` waits for the device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from data.loader import Batch
 from twell import parallel
+from twell.graphs import CudaRecorder, GraphedMicroStep
 from twell.hostread import HostRead, StepWord
 from twell.loss import IGNORE
 from twell.model import Transformer
@@ -70,6 +71,7 @@ class Step:
         clip: float,
         overflowed: Callable[[], Tensor],
         count: Callable[[SparsityStats], None] | None = None,
+        graph_signature: Callable[[], Hashable] | None = None,
     ):
         """
         Args:
@@ -78,13 +80,19 @@ class Step:
             clip: the largest gradient norm, 0 for none.
             overflowed: as `twell.routing.Routing.overflowed`.
             count: takes the statistics of each micro-batch, without waiting for the device.
+            graph_signature: replay the micro-steps from a CUDA graph, made anew whenever this changes, as
+                `twell.routing.Routing.signature` does. None: launch every kernel.
         """
         self._weights, self._optimizers = weights, optimizers
         self._batch_tokens, self._clip, self._overflowed = batch_tokens, clip, overflowed
-        self._micro_step = MicroStep(model, weights, l1_weight, batch_tokens, count)
-        self.sums = self._micro_step.sums
-        self.grad_norm = torch.zeros((), device=self.sums.device)
-        self.host_read = HostRead(self.sums.device)
+        micro_step = MicroStep(model, weights, l1_weight, batch_tokens, count)
+        self.sums = micro_step.sums
+        device = self.sums.device
+        self._micro_step: Callable[[Batch], None] = micro_step
+        if graph_signature is not None:
+            self._micro_step = GraphedMicroStep(micro_step, graph_signature, CudaRecorder(device))
+        self.grad_norm = torch.zeros((), device=device)
+        self.host_read = HostRead(device)
 
     def gradients(self, batches: Sequence[Batch]) -> None:
         """Sum the gradients of this rank's micro-batches, from zero."""

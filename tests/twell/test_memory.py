@@ -27,12 +27,13 @@ def message(*overrides: str) -> str:
 
 
 def test_out_of_memory_says_what_was_asked_and_what_would_help():
-    assert message("ffn=dense_relu", "batch.micro=6") == (
+    assert message("ffn=dense_relu", "batch.micro=6", "cuda_graph=off") == (
         "out of GPU memory: 2.50 GiB asked for, 1.25 GiB free; try batch.micro=3 (the same training, in smaller "
         "pieces), ffn=sparse (keeps only what is not zero), recompute=selective, recompute=full"
     )
-    assert message("batch.micro=1", "recompute=selective").endswith("free; try recompute=full")
-    assert message("batch.micro=1", "recompute=full").endswith("try a smaller model.seq_len or model")
+    assert message("batch.micro=1", "recompute=selective").endswith("free; try recompute=full, cuda_graph=off")
+    nothing_left = ("batch.micro=1", "recompute=full", "cuda_graph=off")
+    assert message(*nothing_left).endswith("try a smaller model.seq_len or model")
 
 
 def test_other_errors_pass_through():
