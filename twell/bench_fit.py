@@ -44,7 +44,7 @@ def run(options: Options) -> None:
     if not torch.cuda.is_available():
         raise UserError("fit: torch sees no GPU, and it is its memory that is to be filled")
     keys = {key: value for key, value in asdict(options).items() if key not in ("ffn", "out")}
-    model_options = ModelOptions(**keys, variants=options.ffn)
+    model_options = ModelOptions(**keys, variants=options.ffn, cuda_graph="off")
     selected(model_options)
     setup = Setup(model_options, options.model)
     print_environment(environment := measure.environment(setup.device))

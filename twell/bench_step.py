@@ -13,11 +13,13 @@ their own, in this order, after the timing.
 """
 
 import time
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
 
 from data.loader import Batch
+from twell import graphs
 from twell.bench_step_measure import Call, CompareOptions, compare, firing_by_layer, run_models, synchronize
 from twell.bench_step_model import Setup, selected
 from twell.forced import force_firing
@@ -28,9 +30,9 @@ from twell.step import Step
 from twell.weights import Weights
 
 COUNTED = ("dense_relu", "sparse")  # variants whose firing is counted, as in training
-# Steps before the clock starts: compilation, and one more; how sparse layers are, which neurons fire together, how much
-# room that takes
-COMPILING, LEARNING = 2, 4
+LEARNING = (
+    3  # steps in which sparse layers learn how sparse they are, which neurons fire together, how much room it takes
+)
 
 
 @dataclass
@@ -81,10 +83,18 @@ class Contender:
             self.model.compile_parts()
         self.routing = Routing(self.model, setup.device, setup.dtype)
         self.repeats, self.seconds = 0, 0.0
-        self.learns = variant == "sparse"
+        self._learns = variant == "sparse"
         shape = setup.cfg.model
         self._meter = SparsityMeter(shape.n_layers, setup.cfg.ffn.d_ff, shape.seq_len, setup.device)
-        self._step = Step(
+        self._launched = self._make_step(variant, None)
+        self._step = self._launched
+        if graphs.wanted(setup.cfg, setup.device, 1, self.model.n_params):
+            self.routing.expect_graph()
+            self._step = self._make_step(variant, self.routing.signature)
+
+    def _make_step(self, variant: str, graph_signature: Callable[[], Hashable] | None) -> Step:
+        training = self.training
+        return Step(
             self.model,
             training.weights,
             training.optimizers,
@@ -93,30 +103,43 @@ class Contender:
             clip=training.clip,
             overflowed=self.routing.overflowed,
             count=self._meter.add if variant in COUNTED else None,
+            graph_signature=graph_signature,
         )
 
     def __call__(self, _i: int) -> None:
+        self._do(self._step)
+
+    def launched(self, _i: int) -> None:
+        self._do(self._launched)
+
+    def _do(self, step: Step) -> None:
         """One step, repeated while a buffer of the sparse kernels is too small, as in train.py."""
         while True:
             self._meter.drop()
-            self._step.gradients(self.training.batches)
-            word = self._step.finish()
+            step.gradients(self.training.batches)
+            word = step.finish()
             if not word.overflowed:
                 break
             self.repeats += 1
             self.routing.update()
         if word.nonfinite:
             raise RuntimeError("the loss or the gradient norm is not finite")
-        self._step.update()
+        step.update()
         self._meter.accept()
 
     def warm_up(self) -> None:
-        for _ in range(LEARNING if self.learns else COMPILING):
-            started = time.perf_counter()
+        """Compile, let sparse layers learn, record CUDA graphs; then see how long a step takes."""
+        for _ in range(LEARNING if self._learns else 1):
             self(0)
-            synchronize(self.training.device)
-            self.seconds = time.perf_counter() - started
             self.routing.update()
+        if self._step is not self._launched:  # the last update may have changed what is to be recorded
+            for _ in range(1 + graphs.WARM_UP // len(self.training.batches)):
+                self(0)
+        synchronize(self.training.device)
+        started = time.perf_counter()
+        self(0)
+        synchronize(self.training.device)
+        self.seconds = time.perf_counter() - started
 
 
 def run(options: Options) -> None:

@@ -40,6 +40,7 @@ class ModelOptions:
     vocab: int = 50257  # ids of the random tokens, and the embedding rounded up to a multiple of 128 (50257: gpt2's)
     impl: str = "auto"  # of the sparse FFN: auto | triton | torch
     recompute: str = "none"  # none | selective | full: as in twell/config.py
+    cuda_graph: str = "auto"  # auto = for training steps of small models; on | off: as in twell/config.py
     dtype: str = "auto"  # auto = bf16 on a GPU, fp32 on CPU; bf16 | fp32
     compile: bool | None = None  # null = on a GPU
     seed: int = 1337
@@ -153,7 +154,7 @@ def _config(options: ModelOptions, preset: str) -> DictConfig:
         with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
             cfg = compose("config", [f"model={preset}", "ffn=sparse"])
         cfg.model.vocab_size = None
-    cfg.ffn.impl = options.impl
+    cfg.ffn.impl, cfg.cuda_graph = options.impl, options.cuda_graph
     cfg.batch.micro = options.micro or cfg.batch.micro
     if not options.run:
         cfg.model.seq_len = options.seq or cfg.model.seq_len

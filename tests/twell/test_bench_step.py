@@ -133,6 +133,7 @@ def test_a_step_leaves_the_weights_and_repeats_on_overflow(dtype, monkeypatch):
     answers = iter([True, False])
     overflowed = lambda: torch.tensor(next(answers))  # noqa: E731
     monkeypatch.setattr(contender._step, "_overflowed", overflowed)
+    assert contender._step is contender._launched  # no CUDA graph on a CPU
     contender(0)
     assert contender.repeats == 1
     assert all(torch.equal(before[name], p) for name, p in training.model.named_parameters())
@@ -333,3 +334,31 @@ def test_contenders_take_turns_and_short_ones_settle():
 def test_median_and_spread():
     assert median_and_spread([5.0, 1.0, 3.0, 2.0, 4.0]) == (3.0, 1.0)  # between the smallest and the second largest
     assert median_and_spread([2.0]) == (2.0, 0.0)
+
+
+def test_a_graph_is_recorded_before_the_clock_starts(monkeypatch):
+    events = []
+
+    class Recorder:
+        def __init__(self, device: torch.device):
+            pass
+
+        def run(self, work) -> None:
+            events.append("launch")
+            work()
+
+        def record(self, work):
+            events.append("record")
+            return lambda: (events.append("replay"), work())
+
+    monkeypatch.setattr("twell.step.CudaRecorder", Recorder)
+    monkeypatch.setattr("twell.bench_step.graphs.wanted", lambda *_: True)
+    made = setup()
+    contender = Contender("sparse", Training(made, n_micro=2), made)
+    contender.warm_up()
+    assert events[-4:] == ["replay"] * 4 and events.count("record") == 1
+    del events[:]
+    contender.launched(0)
+    assert not events
+    contender(0)
+    assert events == ["replay", "replay"]
