@@ -179,9 +179,17 @@ def nice_steps(unit: float) -> MaxNLocator:
     return Locator(6)
 
 
+class _LogTicks(LogLocator):
+    """1, 2 and 5 of each decade; more where the axis spans hardly one."""
+
+    def tick_values(self, low: float, high: float) -> np.ndarray:
+        self.set_params(subs=(1, 2, 5) if high > 12 * low else (1, 1.5, 2, 3, 4, 5, 7))
+        return super().tick_values(low, high)
+
+
 def log_ticks(axis: Axis, form: Callable[[float, int], str] | None = None) -> None:
-    """Plain numbers (or those that `form` writes) at 1, 2 and 5 of each decade."""
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    """Plain numbers (or those that `form` writes) on a logarithmic axis."""
+    axis.set_major_locator(_LogTicks())
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(form or plain))
 

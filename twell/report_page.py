@@ -46,7 +46,7 @@ def page(runs: Sequence[Run], figures: Sequence[tuple[Plot, str]]) -> str:
         name: " ".join(f"{variable}: {colour};" for variable, colour in css_variables(theme).items())
         for name, theme in (("light", LIGHT), ("dark", DARK))
     }
-    title = runs[0].label if len(runs) == 1 else f"{len(runs)} runs"
+    title = runs[0].path.name if len(runs) == 1 else f"{len(runs)} runs"
     remarks = "".join(f"<li>{escape(remark)}</li>" for run in runs for remark in run.remarks)
     differences = _differences(runs)
     parts = [

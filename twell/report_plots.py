@@ -58,12 +58,9 @@ def speed(runs: Sequence[Run], theme: Theme) -> Figure | None:
 
 def active_neurons(runs: Sequence[Run], theme: Theme) -> Figure | None:
     """With a dotted line where a controller was told to go."""
-    figure = _lines(runs, theme, "sparsity/l0_mean", "active neurons per token", FuncFormatter(plain), log=True)
-    targets = [(run.config.get("ffn.l1.target_l0"), style) for run, style in styled(runs, theme)]
-    for target, style in targets if figure else ():
-        if target:
-            figure.axes[0].axhline(target, color=style["color"], linestyle=":", linewidth=1)
-    return figure
+    targets = [run.config.get("ffn.l1.target_l0") for run in runs]
+    label = "active neurons per token"
+    return _lines(runs, theme, "sparsity/l0_mean", label, FuncFormatter(plain), log=True, goals=targets)
 
 
 def coefficient(runs: Sequence[Run], theme: Theme) -> Figure | None:
@@ -242,9 +239,16 @@ def _loss(
 
 
 def _lines(
-    runs: Sequence[Run], theme: Theme, key: str, y_label: str, y_format: Formatter, *, log: bool = False
+    runs: Sequence[Run],
+    theme: Theme,
+    key: str,
+    y_label: str,
+    y_format: Formatter,
+    *,
+    log: bool = False,
+    goals: Sequence[float | None] = (),
 ) -> Figure | None:
-    """A metric over tokens, from 0 unless logarithmic."""
+    """A metric over tokens, from 0 unless logarithmic; `goals` are dotted lines across, one for each run."""
     figure, axes = new_figure(runs, theme)
     ends = []
     for run, style in styled(runs, theme):
@@ -254,6 +258,9 @@ def _lines(
             ends.append((tokens[-1], values[-1], run.label, style["color"]))
     if not ends:
         return None
+    for goal, (_, style) in zip(goals, styled(runs, theme)):
+        if goal:
+            axes.axhline(goal, color=style["color"], linestyle=":", linewidth=1)
     if log:
         _log_y(axes)
     else:
@@ -289,7 +296,7 @@ def _profile(runs: Sequence[Run], theme: Theme, name: str, x_label: str) -> Figu
 
 def _log_y(axes: Axes) -> None:
     """Make the y-axis logarithmic, if a line has anything to show there."""
-    if any((line.get_ydata() > 0).any() for line in axes.lines):
+    if any((np.asarray(line.get_ydata()) > 0).any() for line in axes.lines):
         axes.set_yscale("log")
         log_ticks(axes.yaxis)
 

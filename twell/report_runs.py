@@ -194,7 +194,7 @@ def _runs_of_sweep(path: Path) -> list[Path]:
     choices = [
         [f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()]
         if o.is_sweep_override()
-        else [o.input_line]
+        else [f"{o.get_key_element()}={o.get_value_element_as_str()}"]
         for o in overrides
     ]
     register()
@@ -258,14 +258,15 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differing_keys(runs: Sequence[Run]) -> list[str]:
-    """The config keys whose values are not the same in all runs that have a config, in the order of the config."""
-    configs = [run.config for run in runs if run.config]
-    keys = dict.fromkeys(key for config in configs for key in config)
-    return [
-        key
-        for key in keys
-        if not key.startswith(NOT_COMPARED) and any(c.get(key) != configs[0].get(key) for c in configs)
-    ]
+    """The config keys that have several values, in the order of the config.
+
+    A run that lacks a key, because it is older than the key, does not count for it.
+    """
+    values: dict[str, list[Any]] = {}
+    for run in runs:
+        for key, value in run.config.items():
+            values.setdefault(key, []).append(value)
+    return [key for key, seen in values.items() if not key.startswith(NOT_COMPARED) and any(v != seen[0] for v in seen)]
 
 
 def label_runs(runs: Sequence[Run]) -> None:
@@ -293,7 +294,7 @@ def show(value: Any) -> str:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, float):
         return f"{value:g}"
-    return ", ".join(map(show, value)) if isinstance(value, list) else str(value)
+    return f"[{', '.join(map(show, value))}]" if isinstance(value, list) else str(value)
 
 
 def reference_run(runs: Iterable[Run]) -> Run:

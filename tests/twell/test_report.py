@@ -49,8 +49,10 @@ def runs(tmp_path_factory):
     sweep = ["ffn.l1.coef=0.001", "ffn.l1.coef=0.0003"]
     write_run(folder, "ffn=dense_silu", started=1e9)
     for i, override in enumerate(sweep, start=1):
-        write_run(folder, override, started=1e9 + 1000 * i, loss=3 - 0.1 * i)
-    tasks = {"hydra": {"overrides": {"task": ["ffn.l1.coef=1e-3,3e-4,5e-5"]}}}  # the last has not started
+        write_run(folder, override, "optim.lr=0.004", started=1e9 + 1000 * i, loss=3 - 0.1 * i)
+    tasks = {
+        "hydra": {"overrides": {"task": ["ffn.l1.coef=1e-3,3e-4,5e-5", "optim.lr=4e-3"]}}
+    }  # the last has not started
     OmegaConf.save(OmegaConf.create(tasks), folder / "multirun.yaml")
     return folder
 
@@ -154,7 +156,9 @@ def test_no_active_neuron_at_all(tmp_path):
 def test_how_runs_are_named_on_the_command_line(runs, tmp_path, monkeypatch):
     dense, first, second = find_runs(str(runs))  # in the order of their start, not of their names
     assert [run.name for run in (dense, first, second)] == [
-        "nano-dense_silu-stdlib", "nano-sparse-stdlib-ffn.l1.coef=0.001", "nano-sparse-stdlib-ffn.l1.coef=0.0003"
+        "nano-dense_silu-stdlib",
+        "nano-sparse-stdlib-ffn.l1.coef=0.001-optim.lr=0.004",
+        "nano-sparse-stdlib-ffn.l1.coef=0.0003-optim.lr=0.004",
     ]  # fmt: skip
     assert find_runs(str(runs / "multirun.yaml")) == [first, second]
     assert find_runs(f"{runs}/nano-sparse-*") == [first, second]
