@@ -23,7 +23,7 @@ from twell.bench_step_report import GB, print_environment, print_table
 from twell.errors import UserError
 
 OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED")  # as torch, Triton and cuBLAS put it
-LONGEST_SEARCH = 8  # micro-batches that are tried
+LONGEST_SEARCH = 10  # micro-batches that are tried
 
 
 @dataclass
@@ -50,12 +50,11 @@ def run(options: Options) -> None:
     print_environment(environment := measure.environment(setup.device))
     torch._dynamo.config.recompile_limit = 64  # every micro-batch is another shape
     dry_run = DryRun(setup, options.ffn)
-    total = torch.cuda.get_device_properties(setup.device).total_memory
-    held_by_others = total - torch.cuda.mem_get_info(setup.device)[0] - torch.cuda.memory_reserved(setup.device)
-    peaks = search(dry_run.peak, total - held_by_others)
+    available = torch.cuda.mem_get_info(setup.device)[0] + torch.cuda.memory_reserved(setup.device)
+    peaks = search(dry_run.peak, available)
     result = setup.describe(options.model, dry_run.training.model, 1) | {
         "ffn": options.ffn,
-        "available_bytes": total - held_by_others,
+        "available_bytes": available,
         "fixed_bytes": dry_run.training.memory(),
         "peak_bytes": peaks,
         "largest": max((micro for micro, peak in peaks.items() if peak is not None), default=0),
@@ -120,8 +119,8 @@ def search(peak_of: Callable[[int], int | None], available: int) -> dict[int, in
             break
         per_sequence = max(1, (peaks[largest] - peaks[1]) / (largest - 1))
         guess = largest + max(1, int((available - peaks[largest]) / per_sequence))
-        if too_large is not None:
-            guess = min(guess, too_large - 1)
+        if too_large is not None and guess >= too_large:  # fragmented memory holds a little less than there is
+            guess = max((largest + too_large) // 2, too_large - max(1, too_large // 32))
         peaks[guess] = peak_of(guess)
     return dict(sorted(peaks.items()))
 

@@ -249,7 +249,7 @@ def test_energy_is_shared_by_all_tokens(monkeypatch):
 # ---- Fit
 
 
-@pytest.mark.parametrize("border", [1, 2, 3, 13, 40])
+@pytest.mark.parametrize("border", [1, 2, 3, 13, 40, 500])
 def test_the_search_finds_the_border(border):
     tried = []
 
@@ -260,7 +260,7 @@ def test_the_search_finds_the_border(border):
     peaks = bench_fit.search(peak_of, available=1000 + 50 * border + 60)  # fragmentation makes the guess too large
     assert max(micro for micro, peak in peaks.items() if peak is not None) == border
     assert peaks[border + 1] is None
-    assert len(tried) == len(set(tried)) <= 5
+    assert len(tried) == len(set(tried)) <= 10
 
 
 def test_nothing_fits():
