@@ -14,7 +14,7 @@ from torch import Tensor
 
 from twell.ffn import DenseFFN
 from twell.model import Transformer, rotate
-from twell.relu_ffn import ReluFFN, settle
+from twell.relu_ffn import FEW, ReluFFN, settle
 
 
 class Shape(NamedTuple):
@@ -56,7 +56,7 @@ class Decoder:
     """A model's weights as they are now, ready to continue sequences.
 
     model: any Transformer. impl: of its ReLU FFNs, as in `twell.relu_ffn.ReluFFN`. max_rows: of a step; more than
-    `kernels.decode.MAX_TOKENS` take dense products there. compile: torch.compile what a step computes between
+    `twell.relu_ffn.FEW` take dense products there. compile: torch.compile what a step computes between
     attentions (all layers share one compilation): fewer, larger kernels, after a minute of waiting.
     """
 
@@ -73,7 +73,7 @@ class Decoder:
         self.ffns = (
             [ReluFFN(*half, w.w_down, impl) for half, w in zip(halves, self.layers)] if activation == "relu" else []
         )
-        sparse = bool(self.ffns) and self.ffns[0].sparse and max_rows <= _max_tokens()
+        sparse = bool(self.ffns) and self.ffns[0].sparse and max_rows <= FEW
         self.shape = Shape(
             attn.n_heads, attn.n_kv_heads, attn.head_dim, model.norm.eps, activation, gated, sparse
         )  # fmt: skip
@@ -198,9 +198,3 @@ def _layer_weights(block: torch.nn.Module, dtype: torch.dtype) -> LayerWeights:
         w_in=joined(ffn.w_gate, ffn.w_up),
         w_down=joined(ffn.w_down),
     )
-
-
-def _max_tokens() -> int:
-    from kernels.decode import MAX_TOKENS  # needs triton
-
-    return MAX_TOKENS

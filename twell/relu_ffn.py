@@ -1,6 +1,6 @@
 """A ReLU FFN at inference: computed from the neurons that fire, for few tokens and for many.
 
-Up to `kernels.decode.MAX_TOKENS` tokens take `decode_ffn`. More take `sparse_ffn` with a state, which learns how sparse
+Up to FEW tokens take `decode_ffn`. More take `sparse_ffn` with a state, which learns how sparse
 the layer is, predicts whether dense products would be faster, and may run out of room: `settle` tells.
 """
 
@@ -12,6 +12,8 @@ from torch import Tensor
 from kernels.ops import sparse_ffn, unsupported
 from kernels.reference import ffn_forward
 from twell.errors import UserError
+
+FEW = 64  # tokens: kernels.decode.MAX_TOKENS, which only triton can import
 
 
 class ReluFFN:
@@ -37,20 +39,20 @@ class ReluFFN:
         """x [..., d] -> y [..., d]. Complete only if `settle` then says so."""
         if not self.sparse:
             return ffn_forward(x, *self.weights).y
-        from kernels.decode import MAX_TOKENS, decode_ffn
+        from kernels.decode import decode_ffn  # needs triton
 
         d = x.shape[-1]
         n = x.numel() // d
         if n == 0:
             return torch.empty_like(x)
-        if n <= MAX_TOKENS:
+        if n <= FEW:
             return decode_ffn(x, *self.weights)
         if self.state is not None:
             from kernels.dispatch import Shape
 
             w_gate, w_up, _ = self.weights
             self.state.shape, self.state.dtype = Shape(n, d, len(w_up), w_gate is not None, x.element_size()), x.dtype
-        return sparse_ffn(x, *self.weights, impl=self.impl, state=self.state).y
+        return sparse_ffn(x, *self.weights, impl=self.impl, state=self.state, stats=False).y
 
 
 def settle(layers: Sequence[ReluFFN]) -> bool:

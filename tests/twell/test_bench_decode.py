@@ -27,15 +27,15 @@ def test_compares_all_variants_at_every_batch_size(tmp_path, capsys):
 
 
 def test_checks_greedy_text(capsys, monkeypatch):
-    arguments = ["decode", *TINY, "rows=2", "check=5", "impl=triton"]
+    arguments = ["decode", *TINY, "rows=2", "check=3", "impl=triton"]
     assert bench.main(arguments) == 0
-    assert capsys.readouterr().out == "prompt 0: 5 tokens, identical\nprompt 1: 5 tokens, identical\n"
+    assert capsys.readouterr().out == "prompt 0: 3 tokens, identical\nprompt 1: 3 tokens, identical\n"
     tie, fault = Comparison(3, True, 12.0, 11.9375), Comparison(3, True, 12.0, 11.0)
     monkeypatch.setattr("twell.bench_decode.compare_greedy", lambda *_: [tie, fault])
     assert bench.main(arguments) == 2
     printed = capsys.readouterr()
     assert "prompt 0: 3 tokens identical, then a tie" in printed.out and "prompt 1: 3 tokens identical" in printed.out
-    assert printed.err == "error: check=5: 1 of 2 texts differ by more than a tie\n"
+    assert printed.err == "error: check=3: 1 of 2 texts differ by more than a tie\n"
 
 
 @pytest.mark.parametrize(
