@@ -116,6 +116,7 @@ def build(cfg: DashboardConfig, entity: str) -> "Workspace":
         project=cfg.project,
         name=cfg.name,
         sections=sections,
+        auto_generate_panels=True,  # below ours: what wandb itself makes of the histograms and tables
         settings=ws.WorkspaceSettings(x_axis="tokens", max_runs=MOST_RUNS),
         runset_settings=ws.RunsetSettings(filters=expr.And(*chosen) if chosen else ""),
     )

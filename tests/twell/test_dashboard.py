@@ -45,7 +45,9 @@ def server(monkeypatch):
 def test_panels_show_documented_metrics():
     keys = [key for entries in OVER_TOKENS.values() for _, key in entries]
     assert set(keys) <= METRICS.keys() and len(set(keys)) == len(keys)
-    sections = spec_of(build(DashboardConfig(), "me"))["section"]["panelBankConfig"]["sections"]
+    section = spec_of(build(DashboardConfig(), "me"))["section"]
+    assert section["settings"]["shouldAutoGeneratePanels"] and section["settings"]["xAxis"] == "tokens"
+    sections = section["panelBankConfig"]["sections"]
     configs = [panel["config"] for section in sections for panel in section["panels"] if "metrics" in panel["config"]]
     shown = {config["chartTitle"]: config for config in configs}
     assert shown["Validation loss"]["metrics"] == ["val/loss"] and shown["Validation loss"]["xAxis"] == "tokens"
