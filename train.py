@@ -140,7 +140,7 @@ def train(cfg: Config, closing: ExitStack) -> None:
         f"{cfg.batch.micro} sequences x {cfg.model.seq_len}, on {ranks.device.type} in {compute_dtype}"
     )
     if cfg.forced_nnz is not None:
-        log(f"forced_nnz={cfg.forced_nnz}: the learning rate is 0, and nothing but speed means anything here")
+        log(f"forced_nnz={cfg.forced_nnz}: nothing but speed means anything: the learning rate is 0, and nothing is saved")
     if resumed:
         log(f"resuming from step {at.step}")
     if horizon * per_unit != steps * cfg.batch.tokens:
@@ -264,7 +264,7 @@ def train(cfg: Config, closing: ExitStack) -> None:
             log(validation_line(at.step, val | reference))
 
         # ---- Save.
-        if saving:
+        if saving and cfg.forced_nnz is None:  # else there is nothing to go on from
             at.note_checkpoint()
             meta = {
                 "config": OmegaConf.to_container(cfg, resolve=True),

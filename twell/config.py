@@ -199,7 +199,7 @@ class Config:
     max_nonfinite: int = 10  # stop after this many steps in a row with a non-finite loss or gradient norm
     profile: int = 0  # write a torch trace of this many steps (after warm-up) into the run folder
     # Measures speed, and only that: weights that make so many neurons fire per token in every layer (twell/forced.py),
-    # and a learning rate of 0. null = train
+    # and a learning rate of 0; nothing is saved. null = train
     forced_nnz: float | None = None
 
 
