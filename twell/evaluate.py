@@ -118,14 +118,18 @@ def evaluation_data(cfg: Config, tokenizer: Tokenizer, folder: str | None) -> Pr
     return prepared
 
 
-def evaluate(cfg: EvaluateConfig) -> dict[str, Any]:
-    """Do what `cfg` asks for; returns what the results file then holds."""
+def evaluate(cfg: EvaluateConfig) -> dict[str, dict[str, dict[str, Any]]]:
+    """Do what `cfg` asks for; returns {"validation": {DATA: numbers}, "tasks": {TASK: numbers}}.
+
+    Raises ConfigError when there is nothing to do.
+    """
     run, device = Path(cfg.run), device_named(cfg.device)
     model, tokenizer, meta = load_run(run, cfg.checkpoint, device)
     trained = checkpoint_config(meta)
-    path = run / "eval" / f"step-{meta['step']:08d}.json"
-    results = json.loads(path.read_text()) if path.exists() else {"step": meta["step"], "validation": {}, "tasks": {}}
+    results = {"validation": {}, "tasks": {}}
     prepared = None if cfg.tokens == 0 else evaluation_data(trained, tokenizer, cfg.data)
+    if prepared is None and not cfg.tasks:
+        raise ConfigError(f"run={cfg.run}: nothing to do: give data=FOLDER, which this run lacks, or tasks=[...]")
     if prepared is not None:
         tokens = cfg.tokens or trained.eval.tokens
         shape = {"seq_len": trained.model.seq_len, "micro": cfg.batch, "mask_documents": trained.data.mask_documents}
@@ -137,11 +141,18 @@ def evaluate(cfg: EvaluateConfig) -> dict[str, Any]:
     if cfg.tasks:
         from twell.evaluate_tasks import run_tasks  # needs lm-eval
 
-        results["tasks"] |= run_tasks(model, tokenizer, cfg.tasks, cfg.n_fewshot, cfg.limit, cfg.batch)
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n")
+        results["tasks"] = run_tasks(model, tokenizer, cfg.tasks, cfg.n_fewshot, cfg.limit, cfg.batch)
+    _add_to_file(run / "eval" / f"step-{meta['step']:08d}.json", results)
     _to_wandb(run, trained, meta, results)
     return results
+
+
+def _add_to_file(path: Path, results: dict[str, dict]) -> None:
+    """Write the results beside those of earlier evaluations of the same checkpoint."""
+    earlier = json.loads(path.read_text()) if path.exists() else {}
+    path.parent.mkdir(exist_ok=True)
+    joined = {part: earlier.get(part, {}) | numbers for part, numbers in results.items()}
+    path.write_text(json.dumps(joined, indent=1) + "\n")
 
 
 def _to_wandb(run: Path, trained: Config, meta: dict[str, Any], results: dict[str, Any]) -> None:
@@ -168,10 +179,13 @@ def main(arguments: Sequence[str]) -> None:
     for holds, key, rule in rules:
         if not holds:
             raise ConfigError(f"{key}={getattr(cfg, key)}: {rule}")
-    results = evaluate(cfg)
-    for part in ("validation", "tasks"):
-        for name, values in results[part].items():
-            print(f"{name}: " + "  ".join(f"{key} {value:.4f}" for key, value in values.items() if value is not None))
+    for numbers in evaluate(cfg).values():
+        for name, values in numbers.items():
+            print(f"{name}: " + "  ".join(f"{key} {_shown(value)}" for key, value in values.items()))
+
+
+def _shown(value: float | int | None) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else "n/a" if value is None else f"{value:,}"
 
 
 if __name__ == "__main__":

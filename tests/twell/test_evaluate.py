@@ -40,16 +40,19 @@ def test_later_evaluations_add_to_the_file(tmp_path):
     save_run(tmp_path / "run")
     path = tmp_path / "run/eval/step-00000007.json"
     path.parent.mkdir()
-    path.write_text(json.dumps({"step": 7, "validation": {"other": {"val/loss": 1.0}}, "tasks": {"t": {"acc": 0.5}}}))
+    path.write_text(json.dumps({"validation": {"other": {"val/loss": 1.0}}, "tasks": {"t": {"acc": 0.5}}}))
     data = byte_set(tmp_path)
-    results = evaluate(EvaluateConfig(run=str(tmp_path / "run"), data=str(data), tokens=50))
-    assert results == json.loads(path.read_text())
-    assert set(results["validation"]) == {"other", data.name} and results["tasks"] == {"t": {"acc": 0.5}}
+    now = evaluate(EvaluateConfig(run=str(tmp_path / "run"), data=str(data), tokens=50))
+    results = json.loads(path.read_text())
+    assert set(now["validation"]) == {data.name} and now["tasks"] == {}
+    assert results["validation"] == now["validation"] | {"other": {"val/loss": 1.0}}
+    assert results["tasks"] == {"t": {"acc": 0.5}}
 
 
-def test_a_run_without_data_has_no_validation_loss(tmp_path):
+def test_a_run_without_data_needs_some(tmp_path):
     save_run(tmp_path / "run")
-    assert evaluate(EvaluateConfig(run=str(tmp_path / "run")))["validation"] == {}
+    with pytest.raises(ConfigError, match=r"nothing to do: give data=FOLDER, which this run lacks, or tasks=\[...\]"):
+        evaluate(EvaluateConfig(run=str(tmp_path / "run")))
 
 
 def test_data_of_another_tokenizer_is_refused(tmp_path):
