@@ -74,8 +74,8 @@ def export(cfg: ExportConfig) -> dict[str, str]:
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        _save_weights(weights, unfinished, cfg.max_shard_gb)
         _write_json(unfinished / "config.json", config)
+        _save_weights(weights, unfinished, cfg.max_shard_gb)
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         _write_json(unfinished / "generation_config.json", ids)
         if cfg.tokenizer == "convert":
@@ -120,6 +120,8 @@ def _save_weights(weights: dict[str, Tensor], folder: Path, max_shard_gb: float)
     from huggingface_hub import save_torch_state_dict
 
     save_torch_state_dict(weights, folder, max_shard_size=int(max_shard_gb * 1e9), metadata={"format": "pt"})
+    for path in folder.glob("*.safetensors"):  # which the library makes unreadable for others
+        shutil.copymode(folder / "config.json", path)
 
 
 def _write_json(path: Path, content: dict) -> None:
