@@ -207,7 +207,12 @@ def _rope_theta(config: dict[str, Any]) -> float:
             raise InterchangeError(
                 f"config.json: {key}={rope}: only rope_type=default, alike in all layers, is supported"
             )
-    theta = (config.get("rope_parameters") or {}).get("rope_theta", config.get("rope_theta", 10000.0))
+    outside = config.get("rope_theta", 10000.0)
+    theta = (config.get("rope_parameters") or {}).get("rope_theta", outside)
+    if "rope_theta" in config and theta != outside:
+        raise InterchangeError(
+            f"config.json: rope_theta={outside}, but rope_parameters has {theta}: which one is meant?"
+        )
     if not isinstance(theta, int | float) or not 0 < theta < math.inf:
         raise InterchangeError(f"config.json: rope_theta={theta}: must be a number above 0")
     return float(theta)

@@ -61,7 +61,7 @@ def edit_config(folder: Path, **changes) -> None:
 MODELS = [
     ("llama", {}, "dense_silu"),
     ("llama", {"hidden_act": "relu", "num_key_value_heads": 6, "tie_word_embeddings": True}, "sparse"),
-    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1234.5}, "rms_norm_eps": 1e-3}, "dense_silu"),
+    ("llama", {"rope_theta": 1234.5, "rms_norm_eps": 1e-3}, "dense_silu"),
     ("llama", {"attention_bias": True}, "dense_silu"),
     ("qwen2", {"tie_word_embeddings": True}, "dense_silu"),
     ("qwen3", {"head_dim": 4}, "dense_silu"),
@@ -85,9 +85,7 @@ def test_our_logits_are_theirs(kind: str, config: dict, ffn: str, tmp_path):
 
 @torch.no_grad()
 def test_shards_and_the_spelling_of_transformers_4(tmp_path):
-    theirs = make_theirs(
-        tmp_path / "hf", max_shard_size="20KB", rope_parameters={"rope_type": "default", "rope_theta": 777.0}
-    )
+    theirs = make_theirs(tmp_path / "hf", max_shard_size="20KB", rope_theta=777.0)
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
     edit_config(tmp_path, rope_parameters=None, rope_theta=777.0, rope_scaling=None, head_dim=None, dtype=None)
     model, _, _ = load_run(imported(tmp_path), "latest", torch.device("cpu"))
@@ -183,6 +181,10 @@ REFUSALS = [
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling=.*linear.*: only rope_type=default"),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "alike in all layers"),
     ({"rope_parameters": {"rope_theta": "big"}}, "rope_theta=big: must be a number"),
+    (
+        {"rope_parameters": {"rope_theta": 5e5}, "rope_theta": 1e4},
+        r"rope_theta=10000\.0, but rope_parameters has 500000",
+    ),
     ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5: not supported"),
     ({"mlp_bias": True}, "mlp_bias=True: not supported"),
     ({"use_sliding_window": True}, "use_sliding_window=True: not supported"),
