@@ -180,7 +180,7 @@ REFUSALS = [
     ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters=.*yarn.*: only rope_type=default"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling=.*linear.*: only rope_type=default"),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "alike in all layers"),
-    ({"rope_parameters": {"rope_theta": "big"}}, "rope_theta=big: must be a number"),
+    ({"rope_parameters": None, "rope_theta": "big"}, "rope_theta=big: must be a number"),
     (
         {"rope_parameters": {"rope_theta": 5e5}, "rope_theta": 1e4},
         r"rope_theta=10000\.0, but rope_parameters has 500000",
