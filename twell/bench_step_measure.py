@@ -100,6 +100,7 @@ def compare(contenders: dict[str, Contender], call: Call, firing: list[dict], se
             "rounds": rounds,
             "tokens_per_second": speed,
             "mfu": speed * dense_flops(model, call.backward) / peak if peak else None,
+            "computed_neurons": neurons,
             "executed_flops_per_token": executed_flops(model, neurons, call.backward),
             "repeats": contender.repeats - learning[name],
             "repeats_while_learning": learning[name],

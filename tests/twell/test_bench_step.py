@@ -37,6 +37,7 @@ def test_step_compares_all_variants(compile, tmp_path, capsys):
         assert f"\n{name} " in printed
         assert variant["tokens_per_second"] == pytest.approx(2 * 2 * 24 / variant["ms"] * 1e3)
         assert variant["repeats"] == 0
+        assert len(variant["computed_neurons"]) == 2
         assert variant["parts_ms"]["ffn"] > 0 and variant["parts_ms"]["optimizer"] > 0
         if not torch.cuda.is_available():
             assert variant["mfu"] is variant["memory"] is variant["joules_per_token"] is None
