@@ -57,18 +57,20 @@ def forward_pass(
     state = None if handle is None else FFNState.of(handle)
     decision = _decision(state, None, h, x.device)
     shape = Shape(n, d, h, w_gate is not None, x.element_size())
-    if state is not None and save:
+    if state is not None and (save or state.shape is None):
         state.shape, state.dtype = shape, x.dtype
     seen = None if state is None else state.seen
     captured = state is not None and state.captured
+    # A layer that was never measured would stay dense for ever if passes without statistics did not measure it.
+    measures = stats or (state is not None and decision.room is None)
     if not force and not decision.runs_sparse(shape, save, x.device, x.dtype, captured):
-        # A layer that was never measured would stay dense for ever if passes without statistics did not measure it.
-        measures = stats or (state is not None and decision.room is None)
         return *_dense_forward(x, w_gate, w_up, w_down, counted, seen, save, measures), torch.tensor([DENSE, 0, 0, 0])
     room = None if decision.room is None else decision.room_for(n, h, save)
     sample = None if state is None or not save else state.new_sample(n)
     slots = decision.slots if room is not None and x.element_size() == 2 else 0
-    out = sparse.forward(x, w_gate, w_up, w_down, counted, decision.order(save), room, seen, save, sample, slots)
+    out = sparse.forward(
+        x, w_gate, w_up, w_down, counted, decision.order(save), room, seen, save, sample, slots, measures
+    )
     memory = out.memory if save else out.memory.new_empty(0)
     layout = torch.tensor([SPARSE, decision.version, out.shape.entries, out.shape.segments])
     return out.y, out.l1, out.rows.count, out.fired, memory, layout

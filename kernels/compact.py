@@ -117,16 +117,18 @@ def reserve_row(
 @triton.jit
 def put_entries(
     column, value, rank_of, occupied, fired, t, col, v, slot, live, limit, step, n, n_hot,
-    LANES: tl.constexpr, TILE_SIZE: tl.constexpr,
+    LANES: tl.constexpr, TILE_SIZE: tl.constexpr, MARK: tl.constexpr, STATS: tl.constexpr,
 ):  # fmt: skip
-    """Store entries (col, v) [LANES] of token t at `slot`, mark their tiles, count their neurons."""
+    """Store entries (col, v) [LANES] of token t at `slot`; MARK: mark their tiles; STATS: count their neurons."""
     fits = live & (slot < limit)
     tl.store(column + slot, col, mask=fits)
     tl.store(value + slot, v, mask=fits)
-    rank = tl.load(rank_of + col, mask=live, other=0)
-    pair = ((rank - n_hot) // TILE_SIZE).to(tl.int64) * n + t
-    tl.store(occupied + pair, tl.full((LANES,), 1, tl.int8), mask=live & (rank >= n_hot))
-    tl.atomic_add(fired + col, step, mask=live, sem="relaxed")
+    if MARK:
+        rank = tl.load(rank_of + col, mask=live, other=0)
+        pair = ((rank - n_hot) // TILE_SIZE).to(tl.int64) * n + t
+        tl.store(occupied + pair, tl.full((LANES,), 1, tl.int8), mask=live & (rank >= n_hot))
+    if STATS:
+        tl.atomic_add(fired + col, step, mask=live, sem="relaxed")
 
 
 @triton.jit
@@ -158,6 +160,8 @@ def compact_kernel(
     SPLIT_AT: tl.constexpr,
     TILE_SIZE: tl.constexpr,
     COUNTED: tl.constexpr,
+    MARK: tl.constexpr,
+    STATS: tl.constexpr,
 ):
     t = tl.program_id(0)
     words += t.to(tl.int64) * W
@@ -199,8 +203,9 @@ def compact_kernel(
             slot = tl.where(is_hot, hot_slot, cold_slot)
             v = tl.load(scratch + t.to(tl.int64) * H + col, mask=live, other=0.0)
             put_entries(
-                column, value, rank_of, occupied, fired, t, col, v, slot, live, limit, step, n, n_hot, LANES, TILE_SIZE
-            )
+                column, value, rank_of, occupied, fired, t, col, v, slot, live, limit, step, n, n_hot, LANES, TILE_SIZE,
+                MARK, STATS,
+            )  # fmt: skip
             hot_slot += is_hot.to(tl.int32)
             cold_slot += 1 - is_hot.to(tl.int32)
             word = word & (word - 1)
@@ -221,10 +226,13 @@ def compact(
     n_hot: int,
     shape: RowsShape,
     counted: torch.Tensor | None,
+    mark: bool = True,
+    stats: bool = True,
 ) -> tuple[torch.Tensor, PackedRows]:
     """Pack every row of (words, scratch): (the memory of the rows, the rows).
 
-    counted is an int8 [n] mask, or None if every token counts.
+    counted is an int8 [n] mask, or None if every token counts. Without `mark`, `occupied`, which only backward needs,
+    stays zero, as `fired` does without `stats`.
     """
     n, h = scratch.shape
     w = words.shape[1]
@@ -237,7 +245,7 @@ def compact(
             rows.value, rows.start, rows.count, rows.hot, rows.segment_row, rows.segment_first, rows.occupied,
             rows.fired, rows.needed, n, shape.entries, shape.segments, n_hot, H=h, W=w,
             W_PADDED=triton.next_power_of_2(w), LANES=32, SPLIT_AT=SPLIT, TILE_SIZE=TILE, COUNTED=counted is not None,
-            num_warps=1,
+            MARK=mark, STATS=stats, num_warps=1,
         )  # fmt: skip
     return memory, rows
 
@@ -275,6 +283,8 @@ def aot_cases(arch: int) -> list[AotCase]:
         "SPLIT_AT": SPLIT,
         "TILE_SIZE": TILE,
         "COUNTED": True,
+        "MARK": True,
+        "STATS": True,
     }
     signature = {name: signature.get(name, "constexpr") for name in compact_kernel.arg_names}
     return [AotCase("compact", compact_kernel, signature, constexprs, num_warps=1, num_stages=1)]

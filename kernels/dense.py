@@ -11,7 +11,8 @@ import triton.language as tl
 from kernels.aot import AotCase
 from kernels.launch import POINTER
 
-_FORWARD = {"BM": 16, "BH": 256, "ROWS": 64, "STAGES": 1, "num_warps": 4}  # a warp counts along whole rows of a block
+_FORWARD = {"BM": 16, "BH": 128, "ROWS": 64, "STAGES": 3, "num_warps": 4}  # a warp counts along whole rows of a block
+_FORWARD_ALONE = {"BM": 4, "BH": 1024, "ROWS": 4, "STAGES": 1, "num_warps": 8}  # without statistics
 _BACKWARD = {"BM": 4, "BH": 1024, "num_warps": 8}
 
 
@@ -86,12 +87,13 @@ def activate(
     n, h = z.shape
     new = torch.zeros if stats else torch.empty
     count, fired = (new(size, dtype=torch.int32, device=z.device) for size in (n, h))
-    grid = (triton.cdiv(n, _FORWARD["ROWS"]), triton.cdiv(h, _FORWARD["BH"]))
+    options = _FORWARD if stats else _FORWARD_ALONE
+    grid = (triton.cdiv(n, options["ROWS"]), triton.cdiv(h, options["BH"]))
     l1 = torch.empty(grid[0] * grid[1], dtype=torch.float32, device=z.device)
     if n:
         dense_forward_kernel[grid](
             z, z if u is None else u, a, count if counted is None else counted, count, fired, l1, n, H=h,
-            GATED=u is not None, COUNTED=counted is not None, STATS=stats, **_FORWARD,
+            GATED=u is not None, COUNTED=counted is not None, STATS=stats, **options,
         )  # fmt: skip
     return count, fired, l1
 
@@ -118,13 +120,17 @@ def activate_backward(
 
 def aot_cases(arch: int) -> list[AotCase]:
     cases = []
-    for kernel, options in ((dense_forward_kernel, _FORWARD), (dense_backward_kernel, _BACKWARD)):
+    for kernel, options, stats in (
+        (dense_forward_kernel, _FORWARD, True),
+        (dense_forward_kernel, _FORWARD_ALONE, False),
+        (dense_backward_kernel, _BACKWARD, True),
+    ):
         pointers = {"counted": "*i8", "count": "*i32", "fired": "*i32", "l1": "*fp32", "dl1": "*fp32", "n": "i32"}
-        constexprs = {"H": 5632, "GATED": True, "COUNTED": True, "STATS": True} | options
+        constexprs = {"H": 5632, "GATED": True, "COUNTED": True, "STATS": stats} | options
         warps = constexprs.pop("num_warps")
         constexprs = {a: constexprs[a] for a in kernel.arg_names if a in constexprs}
         signature = {
             a: "constexpr" if a in constexprs else pointers.get(a, POINTER[torch.bfloat16]) for a in kernel.arg_names
         }
-        cases.append(AotCase(kernel.__name__, kernel, signature, constexprs, warps, 3))
+        cases.append(AotCase(f"{kernel.__name__} stats={stats}", kernel, signature, constexprs, warps, 3))
     return cases

@@ -17,7 +17,7 @@ from kernels.aot import AotCase
 from kernels.format import TwELL
 from kernels.launch import POINTER, capability, multiprocessors, popcount
 
-GROUP = 8  # row tiles that walk over the columns together, so that both operands stay in L2
+GROUP = 16  # row tiles that walk over the columns together, so that both operands stay in L2
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def _config(arch: int, dtype: torch.dtype, twell: bool = False) -> tuple[int, in
     if dtype == torch.float32:
         return 64, 64, 32, 8, 2, False
     if arch in (90, 100):  # counting along the rows of wider tiles runs out of registers
-        return (64, 128, 64, 8, 4, True) if twell else (128, 256, 64, 8, 3, True)
+        return (64, 128, 64, 8, 4, True) if twell else (128, 256, 64, 8, 4, True)
     return 128, 128, 32, 8, 4, False
 
 

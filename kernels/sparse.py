@@ -44,11 +44,12 @@ def forward(
     save: bool,
     sample: Tensor | None = None,
     slots: int = 0,
+    stats: bool = True,
 ) -> SparseForward:
     """`room` None: the buffers are sized by reading the number of non-zeros back, which waits for the device.
 
     `sample`, int32 [up to n, ceil(h / 32)], receives the occupancy words of the first tokens. `slots`: of a TwELL tile,
-    if the gate product is to pack that format; needs `room` and `seen`.
+    if the gate product is to pack that format; needs `room` and `seen`. Without `stats`, l1 and fired are undefined.
     """
     n, h = x.shape[0], w_up.shape[0]
     gated = w_gate is not None
@@ -56,10 +57,13 @@ def forward(
     if slots:
         shape = RowsShape(n, h, cold_tiles(h, order), room.entries, room.segments, gated and save)
         tiles = gate.gate_twell(x, w_first, slots)
-        memory, packed = twell.compact_twell(tiles, order.hot_words, order.rank_of, order.n_hot, shape, counted, seen)
+        memory, packed = twell.compact_twell(
+            tiles, order.hot_words, order.rank_of, order.n_hot, shape, counted, seen, save,
+            stats,
+        )  # fmt: skip
         del tiles
     else:
-        memory, packed, shape, room = _from_words(x, w_first, counted, order, room, gated and save, sample)
+        memory, packed, shape, room = _from_words(x, w_first, counted, order, room, gated, save, sample, stats)
 
     n_hot = order.n_hot
     l1_parts = torch.empty(2 * n if n_hot else n, dtype=torch.float32, device=x.device)
@@ -73,14 +77,15 @@ def forward(
         y = torch.empty_like(x)
     rows.forward(x, w_up if gated else None, w_down, packed, y, n_hot > 0, counted, l1_parts[-n:] if n else l1_parts)
     l1, fired = summarize(
-        l1_parts, packed.count, packed.fired, counted, seen, packed.needed, room.entries, room.segments
+        l1_parts, packed.count, packed.fired, counted, seen, packed.needed, room.entries, room.segments, stats
     )
     return SparseForward(y, l1, fired, packed, memory, shape)
 
 
 def _from_words(
-    x: Tensor, w: Tensor, counted: Tensor | None, order: Order, room: Room | None, save_up: bool, sample: Tensor | None
-) -> tuple[Tensor, PackedRows, RowsShape, Room]:
+    x: Tensor, w: Tensor, counted: Tensor | None, order: Order, room: Room | None, gated: bool, save: bool,
+    sample: Tensor | None, stats: bool,
+) -> tuple[Tensor, PackedRows, RowsShape, Room]:  # fmt: skip
     """(memory, rows, their shape, their room) of relu(x w^T), by way of occupancy words."""
     n, h = x.shape[0], w.shape[0]
     words, scratch = gate.gate(x, w)
@@ -90,8 +95,10 @@ def _from_words(
     if measured:
         room = Room(entries=64 * n, segments=n, blocks=0)
     while True:
-        shape = RowsShape(n, h, cold_tiles(h, order), room.entries, room.segments, save_up)
-        memory, packed = compact.compact(words, scratch, order.hot_words, order.rank_of, order.n_hot, shape, counted)
+        shape = RowsShape(n, h, cold_tiles(h, order), room.entries, room.segments, gated and save)
+        memory, packed = compact.compact(
+            words, scratch, order.hot_words, order.rank_of, order.n_hot, shape, counted, save, stats
+        )
         if not measured:
             return memory, packed, shape, room
         entries, segments = packed.needed.tolist()

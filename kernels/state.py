@@ -113,7 +113,7 @@ class FFNState:
             torch.zeros(8, dtype=torch.int64, device=device), torch.zeros(h, dtype=torch.int32, device=device)
         )
         self.captured = False  # set it before passes that a CUDA graph is to capture, and before their warm-up
-        self.shape: Shape | None = None  # of the latest training pass
+        self.shape: Shape | None = None  # of the latest training pass, or of the first without
         self.dtype: torch.dtype | None = None
         self.fired = torch.zeros(h, dtype=torch.float64)  # firing counts, older updates weighing less
         self.tokens = 0.0
@@ -154,7 +154,11 @@ class FFNState:
     def learn(self, numbers: Sequence[int], fired: Tensor) -> None:
         """Decide anew from the host copy of `seen`; `fired` int32 [h]."""
         calls, tokens, *needs, overflow, in_a_tile = numbers
+        slots = max(self.decision.slots, _more_slots(in_a_tile)) if self.decision.slots else 0
         if calls == 0 or tokens == 0 or self.shape is None:
+            if overflow:  # of passes without statistics: there is nothing to learn but that they need more room
+                old, room = self.decision, self.room.learn(needs, True)
+                self.decide(replace(old, version=old.version + 1, room=room, slots=slots, routes={}, rooms={}))
             return
         self.fired = MEMORY * self.fired + fired
         self.tokens = MEMORY * self.tokens + tokens
@@ -162,7 +166,6 @@ class FFNState:
         rates = dispatch.measured_rates(self.seen.numbers.device, self.dtype)
 
         old, sample, device = self.decision, self.sample, self.seen.numbers.device
-        slots = max(old.slots, _more_slots(in_a_tile)) if old.slots else 0
         self.sample = None
         permutation = by_frequency(rate)
         n_hot, costs = dispatch.best_n_hot(self.shape, rates, rate[permutation], backward=True)

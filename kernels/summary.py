@@ -38,6 +38,22 @@ def note_room(numbers, index: tl.constexpr, needed, capacity, n, PER_TOKENS: tl.
 def summary_kernel(
     l1_parts, l1, count, fired, fired_out, counted, needed, numbers, fired_total, n, n_parts, h, entries, segments,
     B: tl.constexpr, SPLIT_AT: tl.constexpr, PER_TOKENS: tl.constexpr, COUNTED: tl.constexpr, NOTE: tl.constexpr,
+    PACKED: tl.constexpr, STATS: tl.constexpr,
+):  # fmt: skip
+    if NOTE and PACKED:
+        note_room(numbers, 2, tl.load(needed), entries, n, PER_TOKENS)
+        note_room(numbers, 3, tl.load(needed + 1), segments, n, PER_TOKENS)
+    if STATS:
+        _statistics(
+            l1_parts, l1, count, fired, fired_out, counted, numbers, fired_total, n, n_parts, h, B, SPLIT_AT,
+            PER_TOKENS, COUNTED, NOTE, PACKED,
+        )  # fmt: skip
+
+
+@triton.jit
+def _statistics(
+    l1_parts, l1, count, fired, fired_out, counted, numbers, fired_total, n, n_parts, h,
+    B: tl.constexpr, SPLIT_AT: tl.constexpr, PER_TOKENS: tl.constexpr, COUNTED: tl.constexpr, NOTE: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
     i = tl.arange(0, B)
@@ -61,9 +77,6 @@ def summary_kernel(
             j = s + i
             seen = tl.load(fired_total + j, mask=j < h, other=0) + tl.load(fired + j, mask=j < h, other=0)
             tl.store(fired_total + j, seen, mask=j < h)
-        if PACKED:
-            note_room(numbers, 2, tl.load(needed), entries, n, PER_TOKENS)
-            note_room(numbers, 3, tl.load(needed + 1), segments, n, PER_TOKENS)
         n_entries = tl.zeros((B,), tl.int64)
         n_segments = tl.zeros((B,), tl.int64)
         for s in range(0, n, B):
@@ -84,8 +97,9 @@ def summarize(
     needed: torch.Tensor | None,
     entries: int = 0,
     segments: int = 0,
+    stats: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the L1 term, fp32 scalar, fired [h]); adds to `seen` if given.
+    """(the L1 term, fp32 scalar, fired [h]), undefined without `stats`; adds to `seen` if given.
 
     count int32 [n] and fired int32 [h] describe this pass. needed int64 [2], with the capacities `entries` and
     `segments`, comes from compaction, and `fired` is then copied out of its memory; None for a dense pass, whose room
@@ -101,7 +115,7 @@ def summarize(
         l1_parts, l1, count, fired, fired_out, count if counted is None else counted, needed if packed else count,
         fired if seen is None else seen.numbers, fired if seen is None else seen.fired, n, l1_parts.shape[0], h,
         entries, segments, B=8192, SPLIT_AT=SPLIT, PER_TOKENS=PER, COUNTED=counted is not None, NOTE=seen is not None,
-        PACKED=packed, num_warps=16,
+        PACKED=packed, STATS=stats, num_warps=16,
     )  # fmt: skip
     return l1, fired_out
 
@@ -113,7 +127,7 @@ def aot_cases(arch: int) -> list[AotCase]:
     }
     signature |= {"counted": "*i8", "needed": "*i64", "numbers": "*i64"}
     signature |= dict.fromkeys(("n", "n_parts", "h", "entries", "segments"), "i32")
-    constexprs = {"B": 8192, "SPLIT_AT": SPLIT, "PER_TOKENS": PER, "COUNTED": True, "NOTE": True}
+    constexprs = {"B": 8192, "SPLIT_AT": SPLIT, "PER_TOKENS": PER, "COUNTED": True, "NOTE": True, "STATS": True}
     return [
         AotCase(
             name=f"summary packed={packed}",

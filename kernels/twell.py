@@ -24,7 +24,7 @@ def twell_compact_kernel(
     packed, hot_words, rank_of, counted, column, value, start, count, hot, segment_row, segment_first, occupied, fired,
     needed, numbers, n, entries, segments, n_hot,
     TILES: tl.constexpr, TILES_PADDED: tl.constexpr, SLOTS: tl.constexpr, SLOTS_PADDED: tl.constexpr,
-    SPLIT_AT: tl.constexpr, TILE_SIZE: tl.constexpr, COUNTED: tl.constexpr,
+    SPLIT_AT: tl.constexpr, TILE_SIZE: tl.constexpr, COUNTED: tl.constexpr, MARK: tl.constexpr, STATS: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0)
     packed += t.to(tl.int64) * TILES * SLOTS
@@ -53,7 +53,10 @@ def twell_compact_kernel(
     before_hot = tl.cumsum(hot_here, 0) - hot_here
     before = tl.cumsum(live_here, 0) - live_here
     slot = base + tl.where(is_hot, before_hot, total_hot + before - before_hot)
-    put_entries(column, value, rank_of, occupied, fired, t, col, v, slot, live, limit, step, n, n_hot, LANES, TILE_SIZE)
+    put_entries(
+        column, value, rank_of, occupied, fired, t, col, v, slot, live, limit, step, n, n_hot, LANES, TILE_SIZE, MARK,
+        STATS,
+    )  # fmt: skip
 
 
 def compact_twell(
@@ -64,6 +67,8 @@ def compact_twell(
     shape: RowsShape,
     counted: torch.Tensor | None,
     seen: Seen,
+    mark: bool = True,
+    stats: bool = True,
 ) -> tuple[torch.Tensor, PackedRows]:
     """(memory, rows), as `compact.compact`; a tile that ran over its slots is noted in `seen`."""
     n, tiles, slots = twell.slots.shape
@@ -74,7 +79,8 @@ def compact_twell(
             rows.start, rows.count, rows.hot, rows.segment_row, rows.segment_first, rows.occupied, rows.fired,
             rows.needed, seen.numbers, n, shape.entries, shape.segments, n_hot, TILES=tiles,
             TILES_PADDED=triton.next_power_of_2(tiles), SLOTS=slots, SLOTS_PADDED=triton.next_power_of_2(slots - 1),
-            SPLIT_AT=SPLIT, TILE_SIZE=TILE, COUNTED=counted is not None, num_warps=4,
+            SPLIT_AT=SPLIT, TILE_SIZE=TILE, COUNTED=counted is not None, MARK=mark,
+            STATS=stats, num_warps=4,
         )  # fmt: skip
     return memory, rows
 
@@ -90,6 +96,6 @@ def aot_cases(arch: int) -> list[AotCase]:
         "SPLIT_AT": SPLIT,
         "TILE_SIZE": TILE,
     }
-    constexprs["COUNTED"] = True
+    constexprs |= dict.fromkeys(("COUNTED", "MARK", "STATS"), True)
     signature = {a: "constexpr" if a in constexprs else types.get(a, "*i32") for a in twell_compact_kernel.arg_names}
     return [AotCase("twell_compact", twell_compact_kernel, signature, constexprs, 4, 1)]

@@ -50,6 +50,18 @@ def test_overflow_is_seen_and_repeating_the_step_is_exact(buffer, n, h, pattern,
     assert_accurate(case, output, gradients)
 
 
+def test_passes_without_statistics_get_more_room_too(device, monkeypatch):
+    monkeypatch.setattr("kernels.room.SPARE_TOKENS", 0)
+    case = make_case(2, 8, 300, "all", device=device)
+    state = with_room(learn(FFNState(300, device), case), "entries", 1)
+    sparse_ffn(*case.tensors, impl="triton", state=state, stats=False)
+    assert overflowed([state])
+    update([state])
+    y = sparse_ffn(*case.tensors, impl="triton", state=state, stats=False).y
+    assert not overflowed([state])
+    torch.testing.assert_close(y, run(case, impl="torch")[0].y, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("gated", [True, False])
 def test_learnt_order_and_room_change_no_result(gated, device):
     case = make_case(6, 16, 140, "1 %", gated=gated, device=device, masked=True)
