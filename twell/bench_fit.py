@@ -1,6 +1,6 @@
 """The largest micro-batch that fits this GPU, by training a step with it.
 
-    python -m twell.bench fit model=1p5b ffn=sparse          two minutes on an H200
+    python -m twell.bench fit model=1p5b ffn=sparse
     python -m twell.bench fit model=8b layers=8 seq=4096
 
 Memory grows by the same amount with every sequence, so two small micro-batches say which is the largest; that one is

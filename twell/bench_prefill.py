@@ -1,6 +1,6 @@
 """Reading a prompt, dense against sparse: a forward pass without gradients that ends in the last position's logits.
 
-    python -m twell.bench prefill model=1p5b nnz=30 out=results/prefill.json    about a minute on an H200
+    python -m twell.bench prefill model=1p5b nnz=30 out=results/prefill.json
     python -m twell.bench prefill run=runs/NAME                                 real firing: a run's weights and text
     python -m twell.bench prefill model=nano layers=2 vocab=300 micro=2         a smoke test, on any machine
 

@@ -1,6 +1,6 @@
 """The whole training step, dense against sparse, on this machine: tokens/s, MFU, where the time goes, memory, energy.
 
-    python -m twell.bench step model=1p5b nnz=30 out=results/step.json     about two minutes on an H200
+    python -m twell.bench step model=1p5b nnz=30 out=results/step.json
     python -m twell.bench step model=1p5b,0p5b variants=relu_l1,sparse     several models in one process
     python -m twell.bench step run=runs/NAME                               real firing: a run's weights and text
     python -m twell.bench step model=nano layers=2 vocab=300 micro=2       a smoke test, on any machine
