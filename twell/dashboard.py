@@ -46,6 +46,7 @@ OVER_TOKENS = {
     "Speed and memory": (
         ("Tokens per second", "perf/tokens_per_second"),
         ("Model FLOPs utilisation", "perf/mfu"),
+        ("FLOPs executed over those of the dense model", "perf/executed_flops"),
         ("Peak memory, GB", "perf/memory_gb"),
         ("Share of time waiting for data", "perf/data_wait_share"),
     ),

@@ -59,7 +59,7 @@ def styled(runs: Sequence[Run], theme: Theme) -> list[tuple[Run, dict]]:
 
 def new_figure(runs: Sequence[Run], theme: Theme) -> tuple[Figure, Axes]:
     """Axes with room for the labels on their right."""
-    longest = max(len(run.label) for run in runs)
+    longest = max(len(run.label) for run in runs) if len(runs) > 1 else 0
     room = min(0.25 + CHARACTER * longest, 0.45 * WIDTH)
     height = max(HEIGHT, LINE_HEIGHT * len(runs) / 0.8)
     figure = Figure(figsize=(WIDTH, height), facecolor=theme.background)
@@ -80,8 +80,13 @@ def style_axes(axes: Axes, theme: Theme) -> None:
         axis.label.set_fontsize(9)
 
 
-def label_ends(axes: Axes, ends: list[tuple[float, float, str, str]], theme: Theme) -> None:
-    """Write labels (x, y, text, colour) beside the axes at the heights of their points, moved apart where they meet."""
+def label_ends(axes: Axes, ends: list[tuple[float, float, str, str]], runs: Sequence[Run], theme: Theme) -> None:
+    """Write labels (x, y, text, colour) beside the axes at the heights of their points, moved apart where they meet.
+
+    A single run needs none.
+    """
+    if len(runs) == 1:
+        return
     to_axes = axes.transData + axes.transAxes.inverted()
     places = [to_axes.transform((x, y)) for x, y, _, _ in ends]
     heights = spread([place[1] for place in places], LINE_HEIGHT * axes.figure.dpi / axes.bbox.height)
@@ -195,7 +200,7 @@ def log_ticks(axis: Axis, form: Callable[[float, int], str] | None = None) -> No
 
 
 def plain(value: float, _: int | None) -> str:
-    return f"{value:,.0f}" if value >= 10 else f"{value:g}"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def percent(value: float, _: int | None) -> str:

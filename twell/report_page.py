@@ -28,11 +28,15 @@ td small { color: var(--muted); }
 .differs { background: var(--marked); margin-right: -.4rem; padding: 0 .4rem; }
 .key { display: inline-block; width: 1.1rem; border-top: 3px; margin-right: .5rem; vertical-align: middle; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(30rem, 100%%), 1fr)); column-gap: 2.5rem; }
+.pair { display: flex; flex-wrap: wrap; gap: 1rem 4rem; margin: .5rem 0 1rem 1.6rem; }
+summary { cursor: pointer; }
+code { font-size: .95em; white-space: pre; }
 .wide { grid-column: 1 / -1; }
 figure { margin: 0; }
 svg { width: 100%%; height: auto; display: block; font-family: system-ui, sans-serif; }
 section:not(.wide) svg { max-width: 44rem; }
 """
+TOKENS_SHOWN = 10
 LINES = ("solid", "dashed", "dotted")  # as DASHES in report_figures
 
 
@@ -59,7 +63,9 @@ def page(runs: Sequence[Run], figures: Sequence[tuple[Plot, str]]) -> str:
         f"<section><h2>Settings that differ</h2>{differences}</section>" if differences else "",
         '<div class="plots">',
         *(_figure(plot, svg) for plot, svg in figures),
-        "</div></body></html>\n",
+        "</div>",
+        _tokens(runs),
+        "</body></html>\n",
     ]
     return "\n".join(part for part in parts if part)
 
@@ -76,7 +82,9 @@ def _figure(plot: Plot, svg: str) -> str:
 def _results(runs: Sequence[Run]) -> str:
     reference = reference_run(runs)
     columns = ["run", "step", "tokens", "validation loss", "active neurons", "dead", "tokens/s", "time"]
-    columns += ["to same loss", "memory"] if len(runs) > 1 else ["memory"]
+    columns += ["to same loss"] if len(runs) > 1 else []
+    columns += ["FLOPs"] if any(run.last("perf/executed_flops") is not None for run in runs) else []
+    columns += ["memory"]
     rows = []
     for i, run in enumerate(runs):
         cells = {
@@ -89,6 +97,7 @@ def _results(runs: Sequence[Run]) -> str:
             "tokens/s": _speed(run, reference),
             "time": _seconds(run.last("perf/train_seconds")),
             "to same loss": _time_to_loss(run, reference),
+            "FLOPs": _or_dash(run.last("perf/executed_flops"), "{:.0%}"),
             "memory": _or_dash(run.last("perf/memory_gb"), "{:.1f} GB"),
         }
         rows.append([cells[column] for column in columns])
@@ -96,7 +105,8 @@ def _results(runs: Sequence[Run]) -> str:
     if len(runs) > 1:
         name = escape(reference.label)
         note = f"Small numbers compare with {name}. To same loss: the time to the last validation loss of {name}. "
-    note += "Speed is the median over the records, memory the peak so far."
+    note += "Speed is the median over the records, memory the peak so far"
+    note += ", FLOPs those executed over a dense model's." if "FLOPs" in columns else "."
     return _table(columns, rows) + f'<p class="quiet">{note}</p>'
 
 
@@ -116,6 +126,25 @@ def _differences(runs: Sequence[Run]) -> str:
         rows.append(cells)
     note = f'<p class="quiet">Marked: not as in {escape(reference.label)}.</p>'
     return _table(["run", *map(escape, keys)], rows) + note
+
+
+def _tokens(runs: Sequence[Run]) -> str:
+    """The validation tokens with most and with fewest active neurons, for each run that has logged them."""
+    parts = []
+    for i, run in enumerate(runs):
+        tables = []
+        for name in ("most", "fewest"):
+            rows = run.last_rows(f"sparsity/tokens_{name}")[:TOKENS_SHOWN]
+            cells = [[f"<code>{escape(repr(text)[1:-1])}</code>", f"{l0:.1f}", f"{seen:,}"] for text, l0, seen in rows]
+            tables.append(_table([f"{name} active", "neurons", "times seen"], cells))
+        if run.last_rows("sparsity/tokens_most"):
+            opened = " open" if len(runs) == 1 else ""
+            parts.append(
+                f'<details{opened}><summary>{_name(i, run)}</summary><div class="pair">{"".join(tables)}</div>'
+            )
+            parts.append("</details>")
+    note = '<p class="quiet">Active neurons on such a token, mean over layers and over the validation text.</p>'
+    return f"<section><h2>Tokens</h2>{''.join(parts)}{note}</section>" if parts else ""
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -76,11 +76,11 @@ def dead_share(runs: Sequence[Run], theme: Theme) -> Figure | None:
 
 
 def by_layer(runs: Sequence[Run], theme: Theme) -> Figure | None:
-    return _profile(runs, theme, "sparsity/l0/layer_", "layer")
+    return _profile(runs, theme, "sparsity/l0/layer_", "layer", log=True)
 
 
 def by_position(runs: Sequence[Run], theme: Theme) -> Figure | None:
-    return _profile(runs, theme, "sparsity/l0_part/part_", "eighth of the sequence, from 0")
+    return _profile(runs, theme, "sparsity/l0_part/part_", "eighth of the sequence, from 0", log=False)
 
 
 def heatmaps(runs: Sequence[Run], theme: Theme) -> Figure | None:
@@ -124,6 +124,10 @@ def _heatmap(
     layers = np.arange(len(density) + 1) - 0.5
     shown = np.where(np.isnan(density), np.nan, density.clip(min=norm.vmin))
     image = axes.pcolormesh(edges, layers, shown, norm=norm, cmap="viridis", rasterized=True)
+    routed_at, routes = run.table("sparsity/route/layer_")
+    for layer, route in enumerate(routes):
+        axes.plot(routed_at, np.where(route == 1, layer, np.nan), color="white", linewidth=1.2)
+    axes.set_xlim(edges[0], edges[-1])
     axes.set_title(run.label, color=theme.ink, fontsize=10, loc="left")
     axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_locator(MaxNLocator(5))
@@ -158,7 +162,7 @@ def pareto(runs: Sequence[Run], theme: Theme) -> Figure | None:
     log_ticks(axes.xaxis)
     axes.set_xlabel("active neurons per token, mean over layers")
     axes.set_ylabel("validation loss, nats per token")
-    label_ends(axes, ends, theme)
+    label_ends(axes, ends, runs, theme)
     label_points(axes, [(l0, loss, run.label, style["color"]) for run, loss, l0, style in points])
     return figure
 
@@ -202,7 +206,8 @@ PLOTS = (
     Plot(
         "heatmap",
         "Sparsity by layer and time",
-        "Share of the layer's neurons that are active on a token. Layer 0 reads the embedding.",
+        "Share of the layer's neurons that are active on a token. Layer 0 reads the embedding. White lines: where a "
+        "layer computed only the non-zeros.",
         heatmaps,
     ),
 )
@@ -234,7 +239,7 @@ def _loss(
     axes.xaxis.set_major_formatter(x_format)
     axes.set_xlabel(x_label)
     axes.set_ylabel("loss, nats per token")
-    label_ends(axes, ends, theme)
+    label_ends(axes, ends, runs, theme)
     return figure
 
 
@@ -271,11 +276,11 @@ def _lines(
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_xlabel("training tokens")
     axes.set_ylabel(y_label)
-    label_ends(axes, ends, theme)
+    label_ends(axes, ends, runs, theme)
     return figure
 
 
-def _profile(runs: Sequence[Run], theme: Theme, name: str, x_label: str) -> Figure | None:
+def _profile(runs: Sequence[Run], theme: Theme, name: str, x_label: str, *, log: bool) -> Figure | None:
     """Active neurons at the end of the runs, by layer or by something else that is numbered."""
     figure, axes = new_figure(runs, theme)
     ends = []
@@ -286,11 +291,14 @@ def _profile(runs: Sequence[Run], theme: Theme, name: str, x_label: str) -> Figu
             ends.append((len(values) - 1, values[-1], run.label, style["color"]))
     if not ends:
         return None
-    _log_y(axes)
+    if log:
+        _log_y(axes)
+    else:
+        axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(x_label)
     axes.set_ylabel("active neurons per token")
-    label_ends(axes, ends, theme)
+    label_ends(axes, ends, runs, theme)
     return figure
 
 

@@ -69,6 +69,11 @@ class Run:
         values = self._points(key)[1]
         return float(values[-1]) if len(values) else None
 
+    def last_rows(self, key: str) -> list[list[Any]]:
+        """The rows of a table's latest record; empty if it was never logged."""
+        tables = [row[key] for row in self.rows if isinstance(row.get(key), dict)]
+        return tables[-1].get("rows", []) if tables else []
+
     def median(self, key: str) -> float | None:
         """The median over all records but the first, which pays for compilation and warm-up."""
         values = self._points(key)[1]

@@ -12,7 +12,8 @@ import twell
 from tests.training import compose_config
 from twell import report
 from twell.errors import UserError
-from twell.report_figures import DARK, LIGHT, spread
+from twell.report_figures import DARK, LIGHT, spread, to_svg
+from twell.report_page import page
 from twell.report_plots import PLOTS
 from twell.report_runs import differing_keys, find_runs, load_runs, read_run, reference_run
 from twell.run import run_name
@@ -57,41 +58,47 @@ def runs(tmp_path_factory):
     return folder
 
 
-def svgs(page: str) -> list[ElementTree.Element]:
-    return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)]
+@pytest.fixture(scope="module")
+def written(runs):
+    """The folder of a report on those runs."""
+    report.main([str(runs), f"out={runs}/new/report"])
+    return runs / "new" / "report"
 
 
-def test_a_report_of_a_sweep(runs, tmp_path, capsys):
-    report.main([str(runs), f"out={tmp_path}/new/report"])
-    out = tmp_path / "new" / "report"
-    assert "dense_silu, sparse coef 0.001, sparse coef 0.0003" in capsys.readouterr().out
-    page = (out / "index.html").read_text()
+def svgs(text: str) -> list[ElementTree.Element]:
+    return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)]
+
+
+def test_a_report_of_a_sweep(written):
+    text = (written / "index.html").read_text()
     shown = [plot for plot in PLOTS if plot.name != "l1"]  # no run changes its coefficient
-    assert all(f"<h2>{plot.title}</h2>" in page for plot in shown)
+    assert all(f"<h2>{plot.title}</h2>" in text for plot in shown)
     names = {f"{plot.name}{dark}.png" for plot in shown for dark in ("", "-dark")}
-    assert {path.name for path in out.glob("*.png")} == names
-    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in names)
-    assert '<span class="differs">0.001</span>' in page and "<td>dense_silu</td>" in page
-    assert "not reached" not in page and page.count("-3.2%") == 1  # 3.0667 against 3.1667
+    assert {path.name for path in written.glob("*.png")} == names
+    assert all((written / name).read_bytes().startswith(b"\x89PNG") for name in names)
+    assert '<span class="differs">0.001</span>' in text and "<td>dense_silu</td>" in text
+    assert "not reached" not in text and text.count("-3.2%") == 1  # 3.0667 against 3.1667
 
 
-def test_the_page_stands_alone_and_follows_the_color_scheme(runs, tmp_path):
-    page = report.write_report(load_runs([str(runs)]), tmp_path).read_text()
-    assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"', page) and "<script" not in page
-    ids = re.findall(r'\sid="([^"]*)"', page)
-    assert len(ids) == len(set(ids)) and set(re.findall(r"url\(#([^)]*)\)", page)) <= set(ids)
-    assert len(svgs(page)) == 9
-    style, body = page.split("</style>", 1)
+def test_the_page_stands_alone_and_follows_the_color_scheme(written):
+    text = (written / "index.html").read_text()
+    assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"', text) and "<script" not in text
+    ids = re.findall(r'\sid="([^"]*)"', text)
+    assert len(ids) == len(set(ids)) and set(re.findall(r"url\(#([^)]*)\)", text)) <= set(ids)
+    assert len(svgs(text)) == 9
+    style, body = text.split("</style>", 1)
     for theme in (LIGHT, DARK):
         assert all(colour in style and colour not in body for colour in (theme.ink, *theme.series))
     assert "prefers-color-scheme: dark" in style and "var(--series-0)" in body and "var(--ink)" in body
 
 
-def test_a_report_of_one_run(runs, tmp_path):
+def test_a_report_of_one_run(runs):
     run = find_runs(str(runs))[1]
-    page = report.write_report(load_runs([str(run)]), tmp_path).read_text()
-    assert f"<h1>{run.name}</h1>" in page
-    assert "Settings that differ" not in page and "to same loss" not in page and "What sparsity costs" not in page
+    loaded = load_runs([str(run)])
+    text = page(loaded, [])
+    assert f"<h1>{run.name}</h1>" in text and "Settings that differ" not in text and "to same loss" not in text
+    figures = {plot.name: plot.draw(loaded, LIGHT) for plot in PLOTS}
+    assert figures["pareto"] is None and not figures["loss-tokens"].axes[0].texts  # nothing to tell apart
 
 
 def test_a_run_that_is_still_being_written(tmp_path, capsys):
@@ -100,8 +107,8 @@ def test_a_run_that_is_still_being_written(tmp_path, capsys):
         file.write('{"step": 20, "tokens": 409')
     report.main([str(path), f"out={tmp_path}/report"])
     assert "still being written" in capsys.readouterr().out
-    page = (tmp_path / "report" / "index.html").read_text()
-    assert "still being written" in page and "10 <small>of 1,200</small>" in page and "Loss over tokens" in page
+    text = (tmp_path / "report" / "index.html").read_text()
+    assert "still being written" in text and "10 <small>of 1,200</small>" in text and "Loss over tokens" in text
 
 
 def test_a_broken_line_is_skipped_and_said(tmp_path):
@@ -112,7 +119,7 @@ def test_a_broken_line_is_skipped_and_said(tmp_path):
     run = read_run(path)
     assert [row["step"] for row in run.rows] == [10, 20, 30, 40, 50, 60]
     assert len(run.remarks) == 4 and "line 2 of" in run.remarks[0] and "line 5 of" in run.remarks[3]
-    assert report.write_report(load_runs([str(path)]), tmp_path).read_text().count("is skipped</li>") == 4
+    assert page([run], []).count("is skipped</li>") == 4
 
 
 @pytest.mark.parametrize("content", [None, "a: [1\n", "- 1\n", "a: ${nowhere}\n"])
@@ -124,8 +131,7 @@ def test_metrics_alone_are_enough(content, tmp_path):
     run = load_runs([str(path)])[0]
     assert len(run.remarks) == 1 and "config.yaml" in run.remarks[0]
     assert run.d_ff == pytest.approx(512) and run.steps is None and run.label == "bare"
-    if content is None:
-        assert "Sparsity by layer and time" in report.write_report([run], tmp_path).read_text()
+    assert "<small>0.65%</small>" in page([run], [])  # active neurons, 10/3 of 512
 
 
 def test_records_may_lack_metrics(tmp_path):
@@ -141,8 +147,8 @@ def test_records_may_lack_metrics(tmp_path):
     tokens, l0 = run.table("sparsity/l0/layer_")
     np.testing.assert_array_equal(tokens, [10])
     np.testing.assert_array_equal(l0, [[np.nan], [3.0]])
-    page = report.write_report([run], tmp_path / "report").read_text()
-    assert "Loss over tokens" in page and "Loss over time" not in page
+    figures = {plot.name: plot.draw([run], LIGHT) for plot in PLOTS}
+    assert figures["loss-tokens"] is not None and figures["loss-time"] is None
 
 
 def test_no_active_neuron_at_all(tmp_path):
@@ -150,7 +156,12 @@ def test_no_active_neuron_at_all(tmp_path):
     path.mkdir()
     records = [{"step": i, "tokens": i, "sparsity/l0_mean": 0.0, "sparsity/l0/layer_00": 0.0} for i in (1, 2)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    assert "by layer" in report.write_report(load_runs([str(path)]), tmp_path).read_text()
+    run = load_runs([str(path)])
+    for plot in PLOTS:
+        figure = plot.draw(run, DARK)
+        assert (figure is not None) == (plot.name in ("l0-tokens", "l0-layers", "heatmap"))
+        if figure is not None:
+            assert len(svgs(to_svg(figure, plot.name))) == 1
 
 
 def test_how_runs_are_named_on_the_command_line(runs, tmp_path, monkeypatch):
@@ -215,6 +226,21 @@ def test_profiles_are_means_of_the_end(tmp_path):
     run = load_runs([str(write_run(tmp_path, "name=long", records=20))])[0]
     np.testing.assert_allclose(run.recent("sparsity/l0_part/part_"), [4, 22.5])  # of records 19 and 20
     assert not len(run.recent("sparsity/none/part_"))
+
+
+def test_tokens_routes_and_flops(tmp_path):
+    path = write_run(tmp_path, "name=full")
+    table = {"columns": ["token", "active neurons", "times seen"], "rows": [["<a>\n", 99.5, 1200]] * 11}
+    record = {"step": 60, "tokens": 122880, "sparsity/tokens_most": table, "sparsity/tokens_fewest": {"rows": []}}
+    record |= {"perf/executed_flops": 0.625, "sparsity/route/layer_00": 0, "sparsity/route/layer_01": 1}
+    with open(path / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(record))
+    runs = load_runs([str(path)])
+    text = page(runs, [])
+    row = "<td><code>&lt;a&gt;\\n</code></td><td>99.5</td><td>1,200</td>"
+    assert text.count(row) == 10 and "<td>62%</td>" in text and "<details open>" in text
+    heatmap = next(plot for plot in PLOTS if plot.name == "heatmap").draw(runs, LIGHT)
+    assert [line.get_ydata().tolist() for line in heatmap.axes[0].lines][1] == [1]
 
 
 def test_targets_and_coefficients_are_drawn(tmp_path):
