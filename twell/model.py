@@ -5,6 +5,7 @@ others are cast where they are used, so there is no autocast. Nothing here knows
 tokens, never means: the caller, who knows the whole batch, divides. It counts the tokens whose target is not IGNORE.
 """
 
+import contextlib
 import functools
 import hashlib
 import math
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from twell.config import FFNConfig, ModelConfig
@@ -110,7 +112,7 @@ def rope_table(seq_len: int, head_dim: int, theta: float) -> Tensor:
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Turn x [b, heads, t, head_dim] by the angles of its positions, rope [2, t, head_dim / 2].
+    """Turn x [..., t, head_dim] by the angles of its positions, rope [2, t, head_dim / 2] or what broadcasts like it.
 
     Dimension i is paired with i + head_dim / 2, as in Llama. Computed in fp32: compiled, that costs nothing.
     """
@@ -148,11 +150,13 @@ class Attention(nn.Module):
         # One product for the three: the weights stay separate parameters, and joining them costs little beside it.
         weight = torch.cat([self.q.weight, self.k.weight, self.v.weight]).to(x.dtype)
         bias = None if self.qkv_bias is None else self.qkv_bias.to(x.dtype)
-        heads = F.linear(x, weight, bias).view(b, t, -1, self.head_dim).transpose(1, 2)  # [b, heads, t, head_dim]
-        q, k, v = heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=1)
+        heads = F.linear(x, weight, bias).view(b, t, -1, self.head_dim)
+        q, k, v = heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=2)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, rope), rotate(k, rope)
+        # Transposed last, so that all three lie in memory as the products before and after want them.
+        rope = rope[:, :, None]
+        q, k, v = (part.transpose(1, 2) for part in (rotate(q, rope), rotate(k, rope), v))  # [b, heads, t, head_dim]
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         groups = self.n_heads // self.n_kv_heads
@@ -257,12 +261,13 @@ class Transformer(nn.Module):
 
         x = self.embed(tokens).to(self.compute_dtype)  # [b, t, d]
         results = []
-        for block in self.blocks:
-            if cache is None:
-                x, result = self._run_block(block, x, rope, mask, counted)
-            else:
-                x, result = block(x, rope, mask, counted, cache)
-            results.append(result)
+        with attention_order(x.device) if self._compiled else contextlib.nullcontext():
+            for block in self.blocks:
+                if cache is None:
+                    x, result = self._run_block(block, x, rope, mask, counted)
+                else:
+                    x, result = block(x, rope, mask, counted, cache)
+                results.append(result)
         if cache is not None:
             x = x[:, -1:]
         x = self.norm(x)
@@ -351,6 +356,17 @@ class Transformer(nn.Module):
         head = self.embed.weight.numel()
         attention = 6 * len(self.blocks) * self.embed.weight.shape[1] * self.seq_len
         return 6 * (matrices + head) + attention
+
+
+def attention_order(device: torch.device) -> contextlib.AbstractContextManager:
+    """While it holds, attention tries the fused kernels in the order of their speed: on Hopper and Blackwell cuDNN's.
+
+    The compiler keeps its choice, backward included. Elsewhere torch's own order is right.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) not in ((9, 0), (10, 0)):
+        return contextlib.nullcontext()
+    kinds = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
+    return sdpa_kernel(list(kinds), set_priority=True)
 
 
 def _run(block: Block, part: str, *inputs) -> Any:
