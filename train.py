@@ -28,6 +28,7 @@ from twell.config import Config, accumulation_steps, hydra_main, padded_vocab_si
 from twell.control import L1Control
 from twell.errors import UserError
 from twell.evaluate import validate_model
+from twell.faults import WAITING_FOR_DATA, StopRequests, Watchdog, explain_lost_ranks
 from twell.forced import force_firing
 from twell.generate import sample_text
 from twell.measures import ValidationSparsity, executed_share
@@ -37,6 +38,8 @@ from twell.optim import Schedule, build_optimizer, optimizer_state, set_lr
 from twell.profiling import Profiler
 from twell.routing import Routing
 from twell.run import Progress, describe_run, open_run, run_name
+from twell.saver import Saver
+from twell.sharded import ShardedWeights, copy_rows, gathered
 from twell.sparsity import SparsityMeter
 from twell.step import Step
 from twell.tracking import StopWatch, Tracker, console_line, memory_gb, peak_flops, validation_line
@@ -46,14 +49,15 @@ from twell.weights import Weights
 @hydra_main
 def main(cfg: Config) -> None:
     with ExitStack() as closing:  # whatever ends the run, its files are closed
-        train(cfg, closing)
+        with explain_lost_ranks():
+            train(cfg, closing)
 
 
 def train(cfg: Config, closing: ExitStack) -> None:
     # ---- Everything that can be refused is refused here, before any work.
     validate(cfg, parallel.world_size_from_environment())
     name = run_name(cfg, HydraConfig.get().overrides.task)
-    ranks = parallel.start(cfg.device)
+    ranks = parallel.start(cfg.device, cfg.parallel.timeout)
     torch.manual_seed(cfg.seed + ranks.rank)
 
     # ---- Data and run folder: the main rank makes them, the others find them.
@@ -61,7 +65,8 @@ def train(cfg: Config, closing: ExitStack) -> None:
         prepared = prepare(cfg.data, val_tokens=cfg.eval.tokens)
         tokenizer = prepared.tokenizer
         vocab_size = padded_vocab_size(cfg, tokenizer.n_vocab)
-    stop_requested = parallel.stop_requests()
+    stop_requested = StopRequests(cfg.stop_timeout)
+    closing.callback(stop_requested.close)
     run, resumed = None, None
     with parallel.main_first(ranks):
         if ranks.is_main:
@@ -80,10 +85,16 @@ def train(cfg: Config, closing: ExitStack) -> None:
     closing.enter_context(memory.explain_out_of_memory(cfg, ranks.device))
     is_cuda = ranks.device.type == "cuda"
     compute_dtype = parallel.compute_dtype(cfg.dtype, ranks.device.type)
-    model = Transformer(cfg.model, cfg.ffn, vocab_size, tokenizer.n_vocab, compute_dtype, cfg.recompute)
-    model.init_weights(cfg.seed)
-    model.to(ranks.device)
-    weights = Weights(model, compute_dtype)
+    divided = cfg.parallel.mode != "ddp" and ranks.world_size > 1
+    with torch.device("meta" if divided else "cpu"):
+        model = Transformer(cfg.model, cfg.ffn, vocab_size, tokenizer.n_vocab, compute_dtype, cfg.recompute)
+    if divided:
+        weights = ShardedWeights(model, compute_dtype, cfg.parallel, ranks)
+        model.init_weights(cfg.seed, copy_rows)
+    else:
+        model.init_weights(cfg.seed)
+        model.to(ranks.device)
+        weights = Weights(model, compute_dtype)
     if is_cuda if cfg.compile is None else cfg.compile:
         model.compile_parts()
     routing = Routing(model, ranks.device, compute_dtype)  # what the sparse kernels remember from step to step
@@ -118,12 +129,13 @@ def train(cfg: Config, closing: ExitStack) -> None:
     measures = ValidationSparsity(cfg.model.n_layers, cfg.ffn.d_ff, vocab_size, ranks.device) if has_zeros else None
 
     # ---- What a checkpoint holds; continue where the last one was taken.
-    state = optimizer_state(weights.masters, optimizers)
+    state = weights.whole_state(optimizer_state(weights.masters, optimizers))
     saved = weights.state() | state | penalty.state() | neurons.state()
     if resumed:
         checkpoint.restore(run, at.step, saved, ranks.rank, ranks.device)
         weights.refresh()
         loader.load_state_dict(resumed["loader"])
+        routing.load_state_dict(checkpoint.load_own(run, at.step, ranks.rank))
     if ranks.is_main:
         describe_run(run, cfg, tokenizer)
 
@@ -140,7 +152,9 @@ def train(cfg: Config, closing: ExitStack) -> None:
         f"{cfg.batch.micro} sequences x {cfg.model.seq_len}, on {ranks.device.type} in {compute_dtype}"
     )
     if cfg.forced_nnz is not None:
-        log(f"forced_nnz={cfg.forced_nnz}: nothing but speed means anything: the learning rate is 0, and nothing is saved")
+        log(
+            f"forced_nnz={cfg.forced_nnz}: nothing but speed means anything: the learning rate is 0, and nothing is saved"
+        )
     if resumed:
         log(f"resuming from step {at.step}")
     if horizon * per_unit != steps * cfg.batch.tokens:
@@ -163,6 +177,10 @@ def train(cfg: Config, closing: ExitStack) -> None:
         count=meter.add if has_zeros else None,
         graph_signature=routing.signature if use_graph else None,
     )
+    saver = Saver(run, saved, ranks, background=cfg.checkpoint.background, log=log)
+    closing.callback(saver.finish, wait=True)
+    watchdog = Watchdog(cfg.parallel.timeout)
+    closing.callback(watchdog.close)
     watch = StopWatch()
     profiler = Profiler(run, cfg.profile if ranks.is_main else 0, log)
     closing.callback(profiler.close)
@@ -176,7 +194,9 @@ def train(cfg: Config, closing: ExitStack) -> None:
         lr_share = schedule.factor(at.step + 1, at.tokens + cfg.batch.tokens) if cfg.forced_nnz is None else 0.0
         set_lr(optimizers, lr_share)
         penalty.set_step(at.step)
+        watchdog.beat(at.step, WAITING_FOR_DATA)
         batches = loader.next()
+        watchdog.beat(at.step)
         while True:  # once, unless a buffer of the sparse kernels turns out too small
             meter.drop()  # what a step without an update has counted
             step.gradients(batches)
@@ -186,6 +206,7 @@ def train(cfg: Config, closing: ExitStack) -> None:
             at.repeated += 1
             log(f"step {at.step + 1}: a buffer of the sparse kernels was too small; repeating with larger ones")
             routing.update()
+        saver.before_update()
         stop = word.stop
         if word.nonfinite:
             nonfinite_in_a_row += 1
@@ -254,12 +275,16 @@ def train(cfg: Config, closing: ExitStack) -> None:
 
         # ---- Validate.
         if at.step == steps or (at.step % cfg.eval.interval == 0 and not stop):
+            watchdog.beat(at.step, "validating")
             val = validate_model(model, val_batches, token_bytes, routing, measures)
             if has_zeros:
                 val |= measures.summary(tokenizer.decode, parallel.sum_over_ranks)
             at.val_loss, at.val_step = val["val/loss"], at.step
-            if ranks.is_main and cfg.eval.sample_tokens and math.isfinite(at.val_loss):
-                val["val/sample"] = sample_text(model, tokenizer, cfg.eval.prompt, cfg.eval.sample_tokens, cfg.seed)
+            if cfg.eval.sample_tokens and math.isfinite(at.val_loss):
+                with gathered(model):
+                    if ranks.is_main:
+                        prompt, n_tokens = cfg.eval.prompt, cfg.eval.sample_tokens
+                        val["val/sample"] = sample_text(model, tokenizer, prompt, n_tokens, cfg.seed)
             tracker.record(at.step, at.tokens, val | reference)
             log(validation_line(at.step, val | reference))
 
@@ -275,10 +300,9 @@ def train(cfg: Config, closing: ExitStack) -> None:
                 "reference": reference,
                 "wandb_id": tracker.wandb_id,
             }
-            checkpoint.save(run, at.step, saved | checkpoint.rng_tensors(ranks.rank, ranks.device), meta)
-            if ranks.is_main:
-                checkpoint.prune(run, cfg.checkpoint.keep, at.best_step if cfg.checkpoint.best else None)
-            log(f"saved {checkpoint.folder(run, at.step)}")
+            watchdog.beat(at.step, "saving")
+            best = at.best_step if cfg.checkpoint.best else None
+            saver.save(at.step, meta, routing.state_dict(), keep=cfg.checkpoint.keep, best=best, wait=ending)
 
     # ---- The end: all steps done, or asked to stop (the same command continues).
     if stop:

@@ -25,6 +25,7 @@ CHOICES = {
     "optim.schedule.unit": ("steps", "tokens"),
     "wandb.mode": ("auto", "online", "offline", "disabled"),
     "recompute": ("none", "selective", "full"),
+    "parallel.mode": ("ddp", "zero1", "fsdp"),
     "cuda_graph": ("auto", "on", "off"),
     "resume": ("auto", "never"),
     "device": ("auto", "cpu", "cuda"),
@@ -59,6 +60,8 @@ AT_LEAST = {
     "optim.schedule.warmup": 0,
     "optim.schedule.decay": 0,
     "optim.schedule.horizon": 1,
+    "parallel.shard_size": 1,
+    "parallel.timeout": 1,
     "eval.interval": 1,
     "eval.tokens": 1,
     "eval.sample_tokens": 0,
@@ -67,6 +70,7 @@ AT_LEAST = {
     "log.interval": 1,
     "steps": 1,
     "tokens": 1,
+    "stop_timeout": 1,
     "max_nonfinite": 1,
     "profile": 0,
     "seed": 0,
@@ -86,7 +90,25 @@ def validate(cfg: Config, world_size: int = 1) -> None:
     _check_data(cfg)
     _check_schedule(cfg)
     _check_machine(cfg, world_size)
+    _check_parallel(cfg, world_size)
     accumulation_steps(cfg, world_size)
+
+
+def _check_parallel(cfg: Config, world_size: int) -> None:
+    p = cfg.parallel
+    if p.mode == "ddp":
+        for key, unset in (("shard_size", None), ("shard_gradients", False)):
+            if p[key] != unset:
+                raise ConfigError(
+                    f"parallel.{key}={p[key]} with parallel.mode=ddp: only zero1 and fsdp divide anything"
+                )
+        return
+    if p.shard_size is not None and world_size > 1 and world_size % p.shard_size:
+        raise ConfigError(f"parallel.shard_size={p.shard_size} does not divide WORLD_SIZE={world_size}")
+    if cfg.optim.kind == "muon":
+        raise ConfigError(f"optim=muon with parallel.mode={p.mode}: Muon needs whole matrices; use parallel=ddp")
+    if cfg.forced_nnz is not None:
+        raise ConfigError(f"forced_nnz={cfg.forced_nnz} with parallel.mode={p.mode}: needs whole matrices; use ddp")
 
 
 def _check_machine(cfg: Config, world_size: int) -> None:

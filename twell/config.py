@@ -141,6 +141,22 @@ class OptimConfig:
 
 
 @dataclass
+class ParallelConfig:
+    """How several processes share one model (twell/parallel.py); a single process ignores it."""
+
+    # ddp = each holds everything; zero1 = each holds its share of the masters and the optimizer state; fsdp = of the
+    # weights, too, which are gathered block by block for each use
+    mode: str = "ddp"
+    # zero1, fsdp: so many processes share one copy, and copies are kept equal as in ddp: the GPUs of a node, say, whose
+    # links are faster than those between nodes; null = all of them
+    shard_size: int | None = None
+    # zero1, fsdp: true = add gradients up in shares, too: 4 bytes a parameter less memory, but they cross the links
+    # after every micro-batch instead of once a step
+    shard_gradients: bool = False
+    timeout: int = 600  # seconds without a step (or a validation, a save) after which a rank gives up on the others
+
+
+@dataclass
 class EvalConfig:
     interval: int = 250  # optimizer steps between validations; also runs after the last step
     tokens: int = 1_048_576  # validation tokens: fixed windows from the start of the validation split
@@ -153,6 +169,7 @@ class CheckpointConfig:
     interval: int = 1000  # optimizer steps between checkpoints; also saved at the end and on SIGTERM
     keep: int = 2  # newest checkpoints kept
     best: bool = True  # keep the one with the lowest validation loss as well
+    background: bool = True  # write while training goes on, from a copy in the host's memory
 
 
 @dataclass
@@ -177,6 +194,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -193,6 +211,7 @@ class Config:
     # What backward computes again instead of keeping it, to save memory: none | selective = the FFN half of each block,
     # about a fifth more work (a sparse layer keeps little there anyway) | full = each block, a third more work
     recompute: str = "none"
+    stop_timeout: int = 120  # seconds after SIGTERM, SIGUSR1 or Ctrl-C in which the run must have saved and left
     # Replay each micro-step from a CUDA graph (one GPU): auto = for models below 500M parameters, whose kernels are
     # shorter than the host takes to launch them; on | off. See twell/graphs.py for what it costs.
     cuda_graph: str = "auto"

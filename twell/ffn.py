@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 class FFNResult(NamedTuple):
     """What an FFN layer returns; what its kind does not have is None.
 
-    y      [..., d]  the layer's output.
+    y      [..., d]  the layer's output; a block that has added it passes on the rest.
     l1     []        fp32, sum over counted tokens and neurons of |a|, differentiable (sparse kinds).
     nnz    [n]       int32, neurons that fire on each token, counted or not (ReLU kinds).
     fired  [h]       int32, counted tokens on which each neuron fires (ReLU kinds).
     """
 
-    y: Tensor
+    y: Tensor | None
     l1: Tensor | None = None
     nnz: Tensor | None = None
     fired: Tensor | None = None

@@ -189,7 +189,7 @@ class Block(nn.Module):
     def feed(self, x: Tensor, counted: Tensor | None) -> tuple[Tensor, FFNResult]:
         """The second half."""
         result = self.ffn(self.ffn_norm(x), counted)
-        return x + result.y, result
+        return x + result.y, result._replace(y=None)  # else all layers' outputs would live until the loss
 
 
 class Transformer(nn.Module):
@@ -237,6 +237,12 @@ class Transformer(nn.Module):
         """
         self._run = torch.compile(_run, fullgraph=True, dynamic=False)
         self._compiled = True
+
+    def hook_blocks(self) -> None:
+        """From now on call every block as a module: its hooks run, around what is compiled or recomputed inside."""
+        for block in self.blocks:
+            block.forward = functools.partial(self._run_block, block)
+        self._run_block = lambda block, *inputs: block(*inputs)
 
     def forward(
         self,
@@ -304,11 +310,14 @@ class Transformer(nn.Module):
         return logits.masked_fill(torch.arange(vocab_size, device=x.device) >= self.n_vocab, -math.inf)
 
     @torch.no_grad()
-    def init_weights(self, seed: int) -> None:
-        """Fill all parameters from `seed`: the same values on any device, for any number of ranks."""
+    def init_weights(self, seed: int, fill: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
+        """Fill all parameters from `seed`: the same values on any device, for any number of ranks.
+
+        `fill(parameter, value)` writes one; a parameter that is divided among ranks needs another one.
+        """
         self.rope.copy_(rope_table(self.seq_len, self.head_dim, self.rope_theta))
         for name, parameter in self.named_parameters():
-            parameter.copy_(self.initial_value(name, seed))
+            fill(parameter, self.initial_value(name, seed))
 
     def initial_value(self, name: str, seed: int) -> Tensor:
         """The fp32 CPU tensor that the parameter called `name` starts from.
@@ -371,7 +380,7 @@ def attention_order(device: torch.device) -> contextlib.AbstractContextManager:
 
 def _run(block: Block, part: str, *inputs) -> Any:
     """A method of `block`. A function of its own, so that one compiled callable serves all blocks."""
-    return getattr(block, part)(*inputs)
+    return getattr(Block, part)(block, *inputs)  # of the class: see `hook_blocks`
 
 
 def _attention_mask(positions: Tensor, doc_ids: Tensor | None, cache: KVCache | None) -> Tensor | None:

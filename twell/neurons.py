@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from twell.config import DeadConfig
+from twell.sharded import local_rows
 
 KEPT = 0.9  # of a dead row
 NOISE_STD = 0.02
@@ -119,13 +120,15 @@ def reinitialize(tensors: Mapping[str, Tensor], dead: Tensor, *, seed: int, step
         name = f"blocks.{layer}.ffn.w_gate"
         if f"model.{name}" not in tensors:
             name = f"blocks.{layer}.ffn.w_up"
-        weight = tensors[f"model.{name}"]  # [h, d]
+        weight, first = local_rows(tensors[f"model.{name}"])  # [h, d], or this rank's rows from `first` on
         rows = rows.to(weight.device)
         digest = hashlib.blake2b(f"{seed}/{step}/{name}".encode(), digest_size=8).digest()
         generator = torch.Generator(weight.device).manual_seed(int.from_bytes(digest, "little"))
         noise = torch.randn(len(rows), weight.shape[1], generator=generator, device=weight.device, dtype=weight.dtype)
+        here = (rows >= first) & (rows < first + len(weight))
+        rows, noise = rows[here] - first, noise[here]
         weight[rows] = KEPT * weight[rows] + (1 - KEPT) * NOISE_STD * noise
         for key, moment in tensors.items():
-            if key.startswith(f"optim.{name}.") and moment.shape == weight.shape:
-                moment[rows] = 0
+            if key.startswith(f"optim.{name}.") and moment.ndim == 2:
+                local_rows(moment)[0][rows] = 0
     return sum(map(len, rows_of_layers))

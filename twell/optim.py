@@ -5,7 +5,7 @@ saved under the names of the parameters, so it survives any change in how the op
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -110,14 +110,19 @@ class Schedule:
 
 
 @torch.no_grad()
-def clip_and_scale(grad: Tensor, scale: Tensor, max_norm: float) -> Tensor:
+def clip_and_scale(
+    grad: Tensor,
+    scale: Tensor,
+    max_norm: float,
+    norm_of: Callable[[Tensor], Tensor] = torch.linalg.vector_norm,
+) -> Tensor:
     """Multiply `grad` in place by `scale`, and so that its norm is at most `max_norm` (0: no limit).
 
-    Both factors go into one pass. `grad` is the flat fp32 buffer of all gradients, `scale` a scalar on the device;
-    nothing waits for the device. Returns the norm [] of the scaled gradients before clipping; non-finite gradients give
-    a non-finite norm.
+    Both factors go into one pass. `grad` is the flat fp32 buffer of gradients, `scale` a scalar on the device; nothing
+    waits for the device. `norm_of(grad)` is the norm, in case `grad` is only a part of it all. Returns the norm []
+    of the scaled gradients before clipping; non-finite gradients give a non-finite norm.
     """
-    norm = torch.linalg.vector_norm(grad) * scale
+    norm = norm_of(grad) * scale
     if max_norm > 0:
         scale = scale * (max_norm / (norm + 1e-6)).clamp(max=1.0)
     grad.mul_(scale)

@@ -6,6 +6,7 @@ there is nothing to decide and everything here does nothing.
 """
 
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ class Routing:
         self._device = device
         self._layers = [module for module in model.modules() if isinstance(module, SparseFFN)]
         self._states = []
-        self._steps = 0  # since this process started: what was learnt before is not in the checkpoint
+        self._steps = 0  # learnt from
         for layer in self._layers:
             d_ff, d_model = layer.w_up.shape
             # auto on a CPU is torch: there the kernels only run in Triton's interpreter
@@ -69,6 +70,30 @@ class Routing:
         self._steps += 1
         if logging or self._steps & (self._steps - 1) == 0:
             self.update()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What this rank has learnt, in plain types and tensors; None if there is nothing to decide.
+
+        Ranks learn from their own tokens and clocks, and may decide differently: a decision changes a layer's rounding
+        and time, never what it computes, and the ranks' sums, so also their weights, stay equal.
+        """
+        if not self._states:
+            return None
+        layers = [state.state_dict() for state in self._states]
+        for layer in layers:
+            layer["room"] = None if layer["room"] is None else tuple(layer["room"])
+        return {"steps": self._steps, "layers": layers}
+
+    def load_state_dict(self, saved: dict[str, Any] | None) -> None:
+        """Go on from what `state_dict` gave, if it fits; otherwise learn anew."""
+        if saved is None or len(saved["layers"]) != len(self._states):
+            return
+        from kernels.room import Needs
+
+        self._steps = saved["steps"]
+        for state, layer in zip(self._states, saved["layers"]):
+            room = None if layer["room"] is None else Needs(*layer["room"])
+            state.load_state_dict({**layer, "room": room})
 
     def metrics(self) -> dict[str, float]:
         """sparsity/route/layer_00 ...: 1 where the next training pass computes only the non-zeros, else 0."""

@@ -22,7 +22,8 @@ from twell.errors import UserError
 
 # Overrides that do not make another experiment: they stay out of the automatic name.
 NOT_IN_NAME = (
-    "name", "out", "resume", "device", "profile", "wandb.", "log.", "eval.", "checkpoint.", "data.workers", "data.dir",
+    "name", "out", "resume", "device", "profile", "wandb.", "log.", "eval.", "checkpoint.", "parallel", "stop_timeout",
+    "data.workers", "data.dir",
     "data.name", "batch.micro", "recompute", "cuda_graph",
 )  # fmt: skip
 LONGEST_NAME = 100
@@ -96,7 +97,7 @@ def open_run(
             log(f"resume=never: the earlier run is now {aside}")
         run.mkdir(parents=True, exist_ok=True)
         closing.enter_context(_lock(run))
-        checkpoint.remove_unfinished(run, log)
+        checkpoint.clean_up(run, log)
     except OSError as error:
         raise UserError(
             f"out={cfg.out}: cannot use {run} ({error.strerror}); choose another `out` or `name`"

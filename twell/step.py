@@ -98,7 +98,8 @@ class Step:
         """Sum the gradients of this rank's micro-batches, from zero."""
         self._weights.zero_grad()
         self.sums.zero_()
-        for batch in batches:
+        for i, batch in enumerate(batches):
+            self._weights.begin(last=i == len(batches) - 1)
             self._micro_step(batch)
 
     def finish(self, stop: bool = False) -> StepWord:
@@ -107,9 +108,9 @@ class Step:
         `stop`: whether this process was asked to stop.
         """
         parallel.sum_over_ranks(self.sums)
-        parallel.sum_over_ranks(self._weights.grad)
+        self._weights.join()
         per_token = (self._batch_tokens / self.sums[2]).float()
-        self.grad_norm = clip_and_scale(self._weights.grad, per_token, self._clip)
+        self.grad_norm = clip_and_scale(self._weights.grad, per_token, self._clip, self._weights.norm)
         finite = self.sums[:2].isfinite().all() & self.grad_norm.isfinite()
         return self.host_read.read(finite, self._overflowed(), stop)
 

@@ -6,10 +6,30 @@ parameters are cast from them once per optimizer step instead of in every forwar
 micro-batches are added up in fp32. With fp32 compute the masters are the model's parameters themselves.
 """
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor, nn
 
+from twell import parallel
+
 ALIGNMENT = 64  # elements; every tensor starts at a multiple, so that kernels may load 16 bytes at once
+
+
+def _layout(tensors: Iterable[Tensor]) -> tuple[list[int], int]:
+    """(where each tensor starts in a flat buffer, the buffer's length)."""
+    starts, n = [], 0
+    for tensor in tensors:
+        starts.append(n)
+        n += -(-tensor.numel() // ALIGNMENT) * ALIGNMENT
+    return starts, n
+
+
+def flat_views(tensors: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[Tensor]]:
+    """(a flat buffer of zeros, views into it with the shapes of `tensors`)."""
+    starts, n = _layout(tensors)
+    flat = torch.zeros(n, dtype=dtype, device=tensors[0].device)
+    return flat, [flat[start : start + t.numel()].view(t.shape) for start, t in zip(starts, tensors)]
 
 
 class Weights:
@@ -19,32 +39,23 @@ class Weights:
     grad     fp32 [n], all those gradients in one flat buffer, zero between the tensors. It stays where it is: one
              reduction gives the norm, one collective joins the ranks.
 
-    One step is `zero_grad`, then for each micro-batch backward and `accumulate`, then the optimizer and `refresh`.
-    The model's parameters stay the same objects; in bf16 their data is replaced.
+    One step is `zero_grad`, then for each micro-batch `begin`, backward and `accumulate`, then `join`, the optimizer
+    and `refresh`. All ranks hold the same; `join` makes the gradients those of all ranks. The model's parameters stay
+    the same objects; in bf16 their data is replaced.
     """
 
     def __init__(self, model: nn.Module, compute_dtype: torch.dtype):
         parameters = dict(model.named_parameters())
         self._parameters = list(parameters.values())
-        device = self._parameters[0].device
-        starts, n = [], 0
-        for parameter in self._parameters:
-            starts.append(n)
-            n += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
-
-        def views(flat: Tensor) -> list[Tensor]:
-            return [flat[start : start + p.numel()].view(p.shape) for start, p in zip(starts, self._parameters)]
-
-        self.grad = torch.zeros(n, device=device)
-        self._grads = views(self.grad)
+        self.grad, self._grads = flat_views(self._parameters)
         self._master = self._compute = None
         if compute_dtype == torch.float32:
             self.masters = parameters
         else:
-            self._master = torch.zeros(n, device=device)
-            self._compute = torch.zeros(n, dtype=compute_dtype, device=device)
+            self._master, masters = flat_views(self._parameters)
+            self._compute, computing = flat_views(self._parameters, compute_dtype)
             self.masters = {}
-            for name, master, compute in zip(parameters, views(self._master), views(self._compute)):
+            for name, master, compute in zip(parameters, masters, computing):
                 parameter = parameters[name]
                 master.copy_(parameter.data)
                 parameter.data = compute
@@ -52,19 +63,42 @@ class Weights:
             self.refresh()
         for master, grad in zip(self.masters.values(), self._grads):
             master.grad = grad
+        self._sync = None
+        if parallel.is_distributed():
+            self._sync = parallel.GradientSync(self.grad, self._parameters, _layout(self._parameters)[0], self._add)
 
     def zero_grad(self) -> None:
         """Begin a step: the gradients are zero, at the same addresses."""
         self.grad.zero_()
 
-    @torch.no_grad()
+    def begin(self, last: bool) -> None:
+        """A micro-batch comes, the `last` one of its step or not."""
+        if last and self._sync is not None:
+            self._sync.begin()
+
     def accumulate(self) -> None:
         """Add the gradients of a backward pass to the masters' and drop them (fp32: autograd has added them)."""
+        self._add(range(len(self._parameters)))
+
+    @torch.no_grad()
+    def _add(self, members: Iterable[int]) -> None:
+        """The same for some of the parameters, unless it is done already."""
         if self._compute is None:
             return
-        torch._foreach_add_(self._grads, [parameter.grad for parameter in self._parameters])
-        for parameter in self._parameters:
-            parameter.grad = None
+        members = [i for i in members if self._parameters[i].grad is not None]
+        if members:
+            torch._foreach_add_([self._grads[i] for i in members], [self._parameters[i].grad for i in members])
+        for i in members:
+            self._parameters[i].grad = None
+
+    def join(self) -> None:
+        """Make the gradients the sum over all ranks; most of it has happened during the last backward pass."""
+        if self._sync is not None:
+            self._sync.wait()
+
+    def norm(self, grad: Tensor) -> Tensor:
+        """The norm [] of all gradients, `grad` being this rank's buffer."""
+        return torch.linalg.vector_norm(grad)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -75,3 +109,7 @@ class Weights:
     def state(self) -> dict[str, Tensor]:
         """The masters under their checkpoint names; who fills them in place calls `refresh`."""
         return {f"model.{name}": master.detach() for name, master in self.masters.items()}
+
+    def whole_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`optimizer_state` of the masters as a checkpoint keeps it."""
+        return state

@@ -163,7 +163,7 @@ def test_kill_during_a_save_leaves_the_last_checkpoint(tmp_path, moment):
     assert done.returncode == -signal.SIGKILL
     assert checkpoint.valid_steps(tmp_path) == [1]
     lines = []
-    checkpoint.remove_unfinished(tmp_path, lines.append)
+    checkpoint.clean_up(tmp_path, lines.append)
     assert len(lines) == 1 and list((tmp_path / "checkpoints").iterdir()) == [checkpoint.folder(tmp_path, 1)]
     save(tmp_path, 2)
     assert checkpoint.valid_steps(tmp_path) == [1, 2]

@@ -158,3 +158,17 @@ def test_vocabulary_is_padded_or_refused():
     assert padded_vocab_size(compose_config("model.vocab_size=300"), 257) == 300
     with pytest.raises(ConfigError, match=r"model\.vocab_size=100 is smaller than the 257 ids"):
         padded_vocab_size(compose_config("model.vocab_size=100"), 257)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallel.mode=dp"], r"parallel\.mode=dp: allowed are ddp, zero1, fsdp"),
+        (["parallel.shard_size=2"], r"parallel\.shard_size=2 with parallel\.mode=ddp"),
+        (["parallel=fsdp", "parallel.shard_size=3"], r"parallel\.shard_size=3 does not divide WORLD_SIZE=4"),
+        (["parallel=zero1", "optim=muon"], r"optim=muon with parallel\.mode=zero1"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        validate(compose_config(*overrides), world_size=4)

@@ -1,5 +1,4 @@
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -79,30 +78,6 @@ def test_one_process_needs_no_setup():
 def test_errors_of_the_main_rank_pass_through():
     with pytest.raises(KeyError), parallel.main_first(parallel.start("cpu")):
         raise KeyError("x")
-
-
-@pytest.fixture
-def handlers():
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_asks_to_stop(handlers, number):
-    requested = parallel.stop_requests()
-    assert not requested()
-    os.kill(os.getpid(), number)
-    assert requested()
-
-
-def test_a_second_interrupt_ends_the_process(handlers):
-    parallel.stop_requests()
-    os.kill(os.getpid(), signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
-        signal.pause()
 
 
 def test_world_size_comes_from_the_environment(monkeypatch):

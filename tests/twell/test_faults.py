@@ -1,0 +1,65 @@
+import os
+import signal
+import time
+
+import pytest
+
+from twell.faults import SIGNALS, StopRequests, Watchdog
+
+
+@pytest.fixture
+def requests():
+    """A StopRequests that notes how it would have ended the process."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    ends = []
+    stop = StopRequests(timeout=0.2, end=ends.append)
+    stop.ends = ends
+    yield stop
+    stop.close()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_asks_to_stop(requests, number):
+    assert not requests()
+    os.kill(os.getpid(), number)
+    assert requests()
+
+
+def test_a_second_interrupt_ends_the_process(requests):
+    os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        signal.pause()
+
+
+def test_who_does_not_stop_in_time_is_ended(requests, capfd):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.05)
+    assert requests.ends == []
+    requests._thread.join(5)
+    assert requests.ends == [1] and "told to stop 0.2 s ago (stop_timeout)" in capfd.readouterr().err
+
+
+def test_who_stops_in_time_is_not(requests):
+    os.kill(os.getpid(), signal.SIGTERM)
+    requests.close()
+    assert requests.ends == []
+    requests.__init__(timeout=0.2)  # for the fixture to close
+
+
+def test_other_signals_start_no_timer(requests):
+    before = signal.signal(signal.SIGUSR2, lambda *_: None)
+    os.kill(os.getpid(), signal.SIGUSR2)
+    signal.signal(signal.SIGUSR2, before)
+    requests._thread.join(0.5)
+    assert requests._thread.is_alive() and requests.ends == []
+
+
+def test_one_process_has_nobody_to_wait_for():
+    ends = []
+    watchdog = Watchdog(timeout=0.01, end=ends.append)
+    time.sleep(0.1)
+    watchdog.close()
+    assert ends == []
