@@ -88,12 +88,12 @@ def label_ends(axes: Axes, ends: list[tuple[float, float, str, str]], runs: Sequ
     if len(runs) == 1:
         return
     to_axes = axes.transData + axes.transAxes.inverted()
-    places = [to_axes.transform((x, y)) for x, y, _, _ in ends]
+    places = [to_axes.transform((x, y)).clip(0, 1) for x, y, _, _ in ends]  # 0 lies far below a logarithmic axis
     heights = spread([place[1] for place in places], LINE_HEIGHT * axes.figure.dpi / axes.bbox.height)
     for (x, y), height, (_, _, text, colour) in zip(places, heights, ends):
         axes.annotate(
             text,
-            (min(x, 1.0), min(y, 1.0)),
+            (x, y),
             (1.03, height),
             xycoords="axes fraction",
             textcoords="axes fraction",

@@ -286,9 +286,10 @@ def _profile(runs: Sequence[Run], theme: Theme, name: str, x_label: str, *, log:
     ends = []
     for run, style in styled(runs, theme):
         values = run.recent(name)
-        if len(values):
-            axes.plot(range(len(values)), values, marker="o", markersize=3, **style)
-            ends.append((len(values) - 1, values[-1], run.label, style["color"]))
+        known = np.flatnonzero(np.isfinite(values))
+        if len(known):
+            axes.plot(known, values[known], marker="o", markersize=3, **style)
+            ends.append((known[-1], values[known[-1]], run.label, style["color"]))
     if not ends:
         return None
     if log:

@@ -164,6 +164,20 @@ def test_no_active_neuron_at_all(tmp_path):
             assert len(svgs(to_svg(figure, plot.name))) == 1
 
 
+def test_labels_stay_beside_the_axes(runs, tmp_path):
+    """Whatever a run ends with: nothing active in its last layer, or nothing known of it."""
+    records = {"none": {"sparsity/l0/layer_02": 0.0}, "unknown": {"sparsity/l0/layer_02": None}}
+    for name, record in records.items():
+        (tmp_path / name).mkdir()
+        line = {"step": 1, "tokens": 9, "sparsity/l0/layer_00": 3.0, **record}
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    loaded = load_runs([str(tmp_path), *map(str, find_runs(str(runs))[1:])])
+    axes = next(plot for plot in PLOTS if plot.name == "l0-layers").draw(loaded, LIGHT).axes[0]
+    assert len(axes.texts) == 4
+    for label in axes.texts:
+        assert all(0 <= place <= 1 for place in label.xy) and 0 <= label.get_position()[1] <= 1
+
+
 def test_how_runs_are_named_on_the_command_line(runs, tmp_path, monkeypatch):
     dense, first, second = find_runs(str(runs))  # in the order of their start, not of their names
     assert [run.name for run in (dense, first, second)] == [
