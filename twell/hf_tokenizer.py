@@ -74,6 +74,7 @@ def save_hf_tokenizer(tokenizer: Tokenizer, folder: Path, seq_len: int) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         **named,
         "model_max_length": seq_len,
+        "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")

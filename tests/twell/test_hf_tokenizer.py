@@ -67,6 +67,7 @@ def test_auto_tokenizer_gives_the_same_ids(name: str, tmp_path):
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     text = ODD_TEXT.replace(END_OF_TEXT, "") + " the whole thing, then 12345\nwhole"
     assert theirs(text).input_ids == ours.encode(text)
+    assert set(theirs(text)) == {"input_ids", "attention_mask"}  # what generate() takes
     assert theirs.decode(ours.encode(text)) == text
     assert theirs.eos_token_id == theirs.bos_token_id == ours.eot and theirs.model_max_length == 33
     # The name of a special token is that token, unless it is asked to be text, as it always is for us.
