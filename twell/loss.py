@@ -77,13 +77,12 @@ def _softmax_and_gradient(
     if n_vocab < logits.shape[1]:  # a mask, not a slice: rows of vocab_size elements stay aligned
         wide = wide.masked_fill(ids >= n_vocab, -torch.inf)
     highest = wide.amax(1, keepdim=True)  # [n, 1]
-    exp = (wide - highest).exp()
-    total = exp.sum(1, keepdim=True)
+    log_total = highest + (wide - highest).exp().sum(1, keepdim=True).log()  # not logsumexp: that takes another pass
     picked_logit = logits.gather(1, picked).to(wide.dtype)
-    losses = (highest + total.log() - picked_logit).squeeze(1).where(counted, 0.0)
+    losses = (log_total - picked_logit).squeeze(1).where(counted, 0.0)
     if not with_gradient:
         return losses, None
-    gradient = exp / total - (ids == picked).to(wide.dtype)
+    gradient = (wide - log_total).exp() - (ids == picked).to(wide.dtype)
     return losses, gradient.where(counted[:, None], 0.0).to(logits.dtype)
 
 

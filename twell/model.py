@@ -31,7 +31,7 @@ class ModelOutput(NamedTuple):
 
     loss_sum  []  fp32, cross-entropy in nats summed over counted tokens; 0 without targets.
     l1_sum    [layers]  fp32, sum over counted tokens and neurons of |a|; 0 for dense kinds.
-    stats     SparsityStats of the ReLU kinds when targets are given, else None.
+    stats     SparsityStats of the ReLU kinds when targets are given and firing is counted, else None.
     logits    [b, t, vocab_size] in the compute dtype, -inf on padded ids; only without targets. With a KV cache: of the
               last position, [b, 1, vocab_size].
     """
@@ -178,18 +178,26 @@ class Block(nn.Module):
         self.ffn = build_ffn(ffn, cfg.d_model)
 
     def forward(
-        self, x: Tensor, rope: Tensor, mask: Tensor | None, counted: Tensor | None, cache: KVCache | None = None
+        self,
+        x: Tensor,
+        rope: Tensor,
+        mask: Tensor | None,
+        counted: Tensor | None,
+        cache: KVCache | None = None,
+        firing: bool = True,
     ) -> tuple[Tensor, FFNResult]:
-        return self.feed(self.attend(x, rope, mask, cache), counted)
+        return self.feed(self.attend(x, rope, mask, cache), counted, firing)
 
     def attend(self, x: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache | None = None) -> Tensor:
         """The first half."""
         return x + self.attn(self.attn_norm(x), rope, mask, cache)
 
-    def feed(self, x: Tensor, counted: Tensor | None) -> tuple[Tensor, FFNResult]:
-        """The second half."""
+    def feed(self, x: Tensor, counted: Tensor | None, firing: bool = True) -> tuple[Tensor, FFNResult]:
+        """The second half; compiled, it does not count which neurons fire if `firing` is not asked for."""
         result = self.ffn(self.ffn_norm(x), counted)
-        return x + result.y, result._replace(y=None)  # else all layers' outputs would live until the loss
+        # Without y: all layers' would live until the loss, and each get a gradient of zeros, to be made and added.
+        y, result = result.y, result._replace(y=None)
+        return x + y, result if firing else result._replace(nnz=None, fired=None)
 
 
 class Transformer(nn.Module):
@@ -226,6 +234,7 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(model.d_model, model.norm_eps)
         self.head = None if model.tied else Linear(model.d_model, vocab_size)
         self.recompute = recompute
+        self.counts_firing = True  # false: no statistics, which take another pass over the activations
         self._run: Callable = _run
         self._compiled = False
 
@@ -294,11 +303,11 @@ class Transformer(nn.Module):
         """Run a block, or for `recompute` its halves, so that only their inputs are kept for backward."""
         keep_inputs = functools.partial(checkpoint, self._run, use_reentrant=False, preserve_rng_state=False)
         if self.recompute == "none":
-            return self._run(block, "forward", x, rope, mask, counted)
+            return self._run(block, "forward", x, rope, mask, counted, None, self.counts_firing)
         if self.recompute == "full":
-            return keep_inputs(block, "forward", x, rope, mask, counted)
+            return keep_inputs(block, "forward", x, rope, mask, counted, None, self.counts_firing)
         x = self._run(block, "attend", x, rope, mask)
-        return keep_inputs(block, "feed", x, counted)
+        return keep_inputs(block, "feed", x, counted, self.counts_firing)
 
     def _logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [..., d] -> [..., vocab_size], padded ids at -inf: they take no part in the softmax."""

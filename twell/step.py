@@ -79,12 +79,13 @@ class Step:
             batch_tokens: tokens per step, over all ranks and micro-batches.
             clip: the largest gradient norm, 0 for none.
             overflowed: as `twell.routing.Routing.overflowed`.
-            count: takes the statistics of each micro-batch, without waiting for the device.
+            count: takes the statistics of each micro-batch, without waiting for the device. None: none are made.
             graph_signature: replay the micro-steps from a CUDA graph, made anew whenever this changes, as
                 `twell.routing.Routing.signature` does. None: launch every kernel.
         """
         self._weights, self._optimizers = weights, optimizers
         self._batch_tokens, self._clip, self._overflowed = batch_tokens, clip, overflowed
+        model.counts_firing = count is not None
         micro_step = MicroStep(model, weights, l1_weight, batch_tokens, count)
         self.sums = micro_step.sums
         device = self.sums.device

@@ -103,3 +103,11 @@ def test_the_word_says_what_went_wrong():
         model.embed.weight[0, 0] = torch.nan
     step.gradients(micro_batches(4))
     assert step.finish().nonfinite
+
+
+def test_what_nobody_counts_is_not_counted():
+    tokens, targets = batch()
+    model, _, _ = make()
+    assert model(tokens, targets).stats is None
+    model, _, _ = make(count=lambda stats: None)
+    assert model(tokens, targets).stats is not None
