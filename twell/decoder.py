@@ -6,12 +6,14 @@ batch start at slot 0 of their cache rows: prompts of different lengths are padd
 does not look, and each row has its own position.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.ops import unsupported
 from twell.ffn import DenseFFN
 from twell.model import Transformer, rotate
 from twell.relu_ffn import FEW, ReluFFN, settle
@@ -42,7 +44,7 @@ class LayerWeights(NamedTuple):
 
 
 class KVCache:
-    """Keys and values, one [rows, n_kv_heads, length, head_dim] per layer each."""
+    """Keys and values, one [rows, n_kv_heads, length, head_dim] per layer."""
 
     def __init__(self, decoder: "Decoder", rows: int, length: int):
         s = decoder.shape
@@ -56,8 +58,8 @@ class Decoder:
     """A model's weights as they are now, ready to continue sequences.
 
     model: any Transformer. impl: of its ReLU FFNs, as in `twell.relu_ffn.ReluFFN`. max_rows: of a step; more than
-    `twell.relu_ffn.FEW` take dense products there. compile: torch.compile what a step computes between
-    attentions (all layers share one compilation): fewer, larger kernels, after a minute of waiting.
+    `twell.relu_ffn.FEW` take dense products there. compile: torch.compile what a step computes between attentions (all
+    layers share one compilation): fewer, larger kernels, after a minute of waiting.
     """
 
     def __init__(self, model: Transformer, impl: str, max_rows: int, compile: bool = False):
@@ -67,20 +69,16 @@ class Decoder:
         self.head = self.embedding if model.head is None else model.head.weight.detach().to(dtype)
         self.norm = model.norm.weight.detach().to(dtype)
         self.layers = [_layer_weights(block, dtype) for block in model.blocks]
-        activation = ffn.activation if isinstance(ffn, DenseFFN) else "relu"
-        gated = ffn.w_gate is not None
-        halves = [w.w_in.chunk(2) if gated else (None, w.w_in) for w in self.layers]
-        self.ffns = (
-            [ReluFFN(*half, w.w_down, impl) for half, w in zip(halves, self.layers)] if activation == "relu" else []
-        )
+        activation, gated = ffn.activation if isinstance(ffn, DenseFFN) else "relu", ffn.w_gate is not None
+        self.ffns = [ReluFFN(*_halves(w, gated), w.w_down, impl) for w in self.layers] if activation == "relu" else []
         sparse = bool(self.ffns) and self.ffns[0].sparse and max_rows <= FEW
-        self.shape = Shape(
-            attn.n_heads, attn.n_kv_heads, attn.head_dim, model.norm.eps, activation, gated, sparse
-        )  # fmt: skip
-        self._before, self._after = before_attention, after_attention
+        self.shape = Shape(attn.n_heads, attn.n_kv_heads, attn.head_dim, model.norm.eps, activation, gated, sparse)
+        # One kernel for rotation, the cache and attention; without it, and without a GPU, torch's.
+        self.fused = impl == "triton" or (self.device.type == "cuda" and unsupported(self.device, dtype, 1) is None)
+        functions = project, between, finish
         if compile:
-            self._before = torch.compile(before_attention, fullgraph=True, dynamic=False)
-            self._after = torch.compile(after_attention, fullgraph=True, dynamic=False)
+            functions = [torch.compile(f, fullgraph=True, dynamic=False) for f in functions]
+        self._project, self._between, self._finish = functions
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, lengths: Tensor, rows: Tensor, cache: KVCache) -> Tensor:
@@ -93,13 +91,15 @@ class Decoder:
             x = self._prefill(tokens, rows, cache)
             if not settle(self.ffns):
                 break
-        return self._logits(x[torch.arange(len(x), device=x.device), lengths - 1])
+        x = x[torch.arange(len(x), device=x.device), lengths - 1]  # [r, d]
+        return logits_of(x, self.norm, self.head, self.n_vocab, self.shape)
 
     def _prefill(self, tokens: Tensor, rows: Tensor, cache: KVCache) -> Tensor:
         s, t = self.shape, tokens.shape[1]
         x = F.embedding(tokens, self.embedding)  # [r, t, d]
         for i, w in enumerate(self.layers):
-            q, k, v = queries_keys_values(x, w, self.rope[:, :t], s)
+            q, k, v = project(x, w, s).transpose(1, 2).split([s.n_heads, s.n_kv_heads, s.n_kv_heads], dim=1)
+            q, k = rotate(q, self.rope[:, :t]), rotate(k, self.rope[:, :t])
             cache.k[i][rows, :, :t] = k
             cache.v[i][rows, :, :t] = v
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=s.n_heads > s.n_kv_heads)
@@ -114,36 +114,64 @@ class Decoder:
 
         tokens, positions int64 [rows] -> [rows, vocab_size]. slots: more than any position; attention reads so many.
         """
-        s = self.shape
+        s, n = self.shape, len(self.layers)
         x = F.embedding(tokens, self.embedding)[:, None]  # [rows, 1, d]
-        rope = self.rope[:, positions, None, None]  # [2, rows, 1, 1, head_dim / 2]
-        seen = torch.arange(slots, device=x.device) <= positions[:, None]
-        mask = torch.zeros_like(seen, dtype=x.dtype).masked_fill(~seen, -torch.inf)[
-            :, None, None
-        ]  # [rows, 1, 1, slots]
-        for w, k, v in zip(self.layers, cache.k, cache.v):
-            q = self._before(x, w, rope, k, v, positions, s)
-            # The heads that share keys become as many queries of one head: no copies of the cache.
-            q = q.view(len(x), s.n_kv_heads, -1, s.head_dim)
-            y = F.scaled_dot_product_attention(q, k[:, :, :slots], v[:, :, :slots], attn_mask=mask)
-            x = self._after(x, y.reshape(x.shape), w, s)
-        return self._logits(x[:, 0])
+        attend = self._attention(positions, slots)
+        heads = self._project(x, self.layers[0], s)
+        for i in range(n - 1):
+            y = attend(heads, cache.k[i], cache.v[i])
+            x, heads = self._between(x, y, self.layers[i], self.layers[i + 1], s)
+        y = attend(heads, cache.k[-1], cache.v[-1])
+        return self._finish(x, y, self.layers[-1], self.norm, self.head, self.n_vocab, s)[:, 0]
 
-    def _logits(self, x: Tensor) -> Tensor:
-        """x [n, d] -> [n, vocab_size], padded ids at -inf."""
-        logits = F.linear(rms_norm(x, self.norm, self.shape), self.head)
-        return logits.masked_fill(torch.arange(len(self.head), device=x.device) >= self.n_vocab, -torch.inf)
+    def _attention(self, positions: Tensor, slots: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """What appends heads [rows, 1, all heads, head_dim] to a layer's cache and attends: -> [rows, 1, d]."""
+        if not self.fused:
+            return StepAttention(positions, self.rope, slots, self.embedding.dtype, self.shape)
+        from kernels.decode_attention import decode_attention, splits_for
+
+        splits = splits_for(len(positions), self.shape.n_kv_heads, slots, self.device)
+
+        def attend(heads: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+            y = decode_attention(heads.squeeze(1).contiguous(), k_cache, v_cache, positions, self.rope, splits)
+            return y.flatten(1)[:, None]
+
+        return attend
 
 
-def before_attention(
-    x: Tensor, w: LayerWeights, rope: Tensor, k_cache: Tensor, v_cache: Tensor, positions: Tensor, s: Shape
-) -> Tensor:
-    """The queries [rows, n_heads, 1, head_dim] of x [rows, 1, d]; keys and values go into the cache."""
-    q, k, v = queries_keys_values(x, w, rope, s)
-    rows = torch.arange(len(x), device=x.device)
-    k_cache[rows, :, positions] = k[:, :, 0]
-    v_cache[rows, :, positions] = v[:, :, 0]
-    return q
+class StepAttention:
+    """The attention of one step in torch; see `Decoder.step`."""
+
+    def __init__(self, positions: Tensor, rope: Tensor, slots: int, dtype: torch.dtype, s: Shape):
+        self.rows, self.positions, self.slots, self.s = (
+            torch.arange(len(positions), device=positions.device),
+            positions,
+            slots,
+            s,
+        )
+        self.rope = rope[:, positions, None, None]  # [2, rows, 1, 1, head_dim / 2]
+        seen = torch.arange(slots, device=positions.device) <= positions[:, None]
+        mask = torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, -torch.inf)
+        self.mask = mask[:, None, None]  # [rows, 1, 1, slots]
+
+    def __call__(self, heads: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        s = self.s
+        q, k, v = heads.transpose(1, 2).split([s.n_heads, s.n_kv_heads, s.n_kv_heads], dim=1)
+        k_cache[self.rows, :, self.positions] = rotate(k, self.rope)[:, :, 0]
+        v_cache[self.rows, :, self.positions] = v[:, :, 0]
+        # The heads that share keys become as many queries of one head: no copies of the cache.
+        q = rotate(q, self.rope).view(len(q), s.n_kv_heads, -1, s.head_dim)
+        keys, values = k_cache[:, :, : self.slots], v_cache[:, :, : self.slots]
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask).reshape(len(q), 1, -1)
+
+
+def project(x: Tensor, w: LayerWeights, s: Shape) -> Tensor:
+    """Queries, keys and values [b, t, n_heads + 2 n_kv_heads, head_dim] of x [b, t, d], not rotated yet."""
+    heads = F.linear(rms_norm(x, w.attn_norm, s), w.qkv, w.qkv_bias).unflatten(-1, (-1, s.head_dim))
+    if w.q_norm is None:
+        return heads
+    q, k, v = heads.split([s.n_heads, s.n_kv_heads, s.n_kv_heads], dim=2)
+    return torch.cat([rms_norm(q, w.q_norm, s), rms_norm(k, w.k_norm, s), v], dim=2)
 
 
 def after_attention(x: Tensor, y: Tensor, w: LayerWeights, s: Shape) -> Tensor:
@@ -154,17 +182,24 @@ def after_attention(x: Tensor, y: Tensor, w: LayerWeights, s: Shape) -> Tensor:
         return x + dense_ffn(normed, w, s)
     from kernels.decode import decode_ffn
 
-    w_gate, w_up = w.w_in.chunk(2) if s.gated else (None, w.w_in)
-    return x + decode_ffn(normed, w_gate, w_up, w.w_down)
+    return x + decode_ffn(normed, *_halves(w, s.gated), w.w_down)
 
 
-def queries_keys_values(x: Tensor, w: LayerWeights, rope: Tensor, s: Shape) -> tuple[Tensor, Tensor, Tensor]:
-    """q [b, n_heads, t, head_dim] and k, v [b, n_kv_heads, t, head_dim] of x [b, t, d], rotated."""
-    heads = F.linear(rms_norm(x, w.attn_norm, s), w.qkv, w.qkv_bias).unflatten(-1, (-1, s.head_dim)).transpose(1, 2)
-    q, k, v = heads.split([s.n_heads, s.n_kv_heads, s.n_kv_heads], dim=1)
-    if w.q_norm is not None:
-        q, k = rms_norm(q, w.q_norm, s), rms_norm(k, w.k_norm, s)
-    return rotate(q, rope), rotate(k, rope), v
+def between(x: Tensor, y: Tensor, w: LayerWeights, after: LayerWeights, s: Shape) -> tuple[Tensor, Tensor]:
+    """From one layer's attention to the next one's: compiled in one piece, their sums and norms share kernels."""
+    x = after_attention(x, y, w, s)
+    return x, project(x, after, s)
+
+
+def finish(x: Tensor, y: Tensor, w: LayerWeights, norm: Tensor, head: Tensor, n_vocab: int, s: Shape) -> Tensor:
+    """From the last layer's attention to the logits [rows, 1, vocab_size]."""
+    return logits_of(after_attention(x, y, w, s), norm, head, n_vocab, s)
+
+
+def logits_of(x: Tensor, norm: Tensor, head: Tensor, n_vocab: int, s: Shape) -> Tensor:
+    """x [..., d] -> [..., vocab_size], padded ids at -inf."""
+    logits = F.linear(rms_norm(x, norm, s), head)
+    return logits.masked_fill(torch.arange(len(head), device=x.device) >= n_vocab, -torch.inf)
 
 
 def dense_ffn(x: Tensor, w: LayerWeights, s: Shape) -> Tensor:
@@ -178,6 +213,11 @@ def dense_ffn(x: Tensor, w: LayerWeights, s: Shape) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, s: Shape) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, s.eps)
+
+
+def _halves(w: LayerWeights, gated: bool) -> tuple[Tensor | None, Tensor]:
+    """w_gate and w_up, both [h, d]."""
+    return w.w_in.chunk(2) if gated else (None, w.w_in)
 
 
 def _layer_weights(block: torch.nn.Module, dtype: torch.dtype) -> LayerWeights:

@@ -80,6 +80,7 @@ class Engine:
         self.cache = KVCache(self.decoder, rows, self.length)
         self.device = self.decoder.device
         self.graph = self.device.type == "cuda" if graph is None else graph
+        self._next_token = torch.compile(next_token, fullgraph=True, dynamic=False) if compile else next_token
         self._graphs: dict[tuple[int, Sampling], torch.cuda.CUDAGraph] = {}
         # What a step reads and leaves: of rows without a request it is any valid id and slot.
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=self.device)
@@ -180,7 +181,7 @@ class Engine:
         # A row that has diverged, or is without a request and at its end, must not read or write elsewhere.
         positions = self.positions.clamp(max=slots - 1)
         logits = self.decoder.step(self.tokens.clamp(min=0), positions, self.cache, slots)
-        self.tokens.copy_(next_token(logits, self.uniform, sampling))
+        self.tokens.copy_(self._next_token(logits, self.uniform, sampling))
         self.positions.add_(1).clamp_(max=self.length)
 
     def _captured_step(self, slots: int, sampling: Sampling) -> torch.cuda.CUDAGraph:

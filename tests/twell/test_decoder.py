@@ -42,11 +42,12 @@ def test_logits_are_the_models(kind: str, changes: dict):
     assert_same_logits(it, Decoder(it, "torch", max_rows=4))
 
 
-@pytest.mark.parametrize("kind", ["dense_relu", "sparse", "sparse_nongated"])
-def test_through_the_kernels(kind: str):
-    it = model(kind)
+@pytest.mark.parametrize("changes", [{}, VARIANTS[1]], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_through_the_kernels(kind: str, changes: dict):
+    it = model(kind, **changes)
     decoder = Decoder(it, "triton", max_rows=4)
-    assert decoder.shape.sparse
+    assert decoder.fused and decoder.shape.sparse == (kind != "dense_silu")
     assert_same_logits(it, decoder)
 
 
@@ -73,10 +74,10 @@ def test_weights_are_in_the_compute_dtype():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dense_silu", "sparse"])
-def test_compiled(kind: str):
+@pytest.mark.parametrize(("kind", "impl"), [("dense_silu", "torch"), ("sparse", "triton")])
+def test_compiled(kind: str, impl: str):
     it = model(kind)
     torch._dynamo.reset()
-    decoder = Decoder(it, "torch", max_rows=4, compile=True)
+    decoder = Decoder(it, impl, max_rows=4, compile=True)
     with torch._dynamo.config.patch(error_on_recompile=True):  # all layers and slots share one compilation
         assert_same_logits(it, decoder)

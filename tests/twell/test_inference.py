@@ -154,3 +154,12 @@ def test_a_diverged_model_is_refused(sampling: Sampling):
 def test_every_prompt_needs_an_id_and_a_seed(prompts, seeds):
     with pytest.raises(ValueError, match="one each, and no prompt may be empty"):
         Engine(build(), 1).generate(prompts, 5, GREEDY, seeds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [GREEDY, HOT, Sampling(2.0, 40, 0.9)])
+def test_compiled(sampling: Sampling):
+    torch._dynamo.reset()
+    model, seeds = build(), [0] * 5
+    expected = Engine(model, 2).generate(PROMPTS, 6, sampling, seeds)
+    assert Engine(model, 2, compile=True).generate(PROMPTS, 6, sampling, seeds) == expected
