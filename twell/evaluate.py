@@ -27,8 +27,10 @@ from data.tokenizer import Tokenizer
 from twell import parallel, tracking
 from twell.arguments import parse_arguments, run_command
 from twell.config import Config, ConfigError
+from twell.ffn import SparseFFN
 from twell.generate import device_named, load_run
 from twell.measures import ValidationSparsity
+from twell.model import Transformer
 from twell.routing import Routing
 
 
@@ -103,6 +105,19 @@ def checkpoint_config(meta: dict[str, Any]) -> Config:
     return OmegaConf.merge(OmegaConf.structured(Config), meta["config"])
 
 
+def compute_densely(model: Transformer) -> None:
+    """Make `model` ready for forward passes that nobody watches.
+
+    Dense products cannot run out of room, as the sparse kernels' buffers can. Its weights are cast to the dtype it
+    computes in, once and not in every pass.
+    """
+    for layer in model.modules():
+        if isinstance(layer, SparseFFN):
+            layer.impl = "torch"
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(model.compute_dtype)
+
+
 def evaluation_data(cfg: Config, tokenizer: Tokenizer, folder: str | None) -> PreparedData | None:
     """The prepared data set in `folder`, else the run's own; None if it has none (an imported model).
 
@@ -125,6 +140,7 @@ def evaluate(cfg: EvaluateConfig) -> dict[str, dict[str, dict[str, Any]]]:
     """
     run, device = Path(cfg.run), device_named(cfg.device)
     model, tokenizer, meta = load_run(run, cfg.checkpoint, device)
+    compute_densely(model)
     trained = checkpoint_config(meta)
     results = {"validation": {}, "tasks": {}}
     prepared = None if cfg.tokens == 0 else evaluation_data(trained, tokenizer, cfg.data)

@@ -25,8 +25,7 @@ from data.tokenizer import Tokenizer
 from twell.arguments import parse_arguments, run_command
 from twell.config import Config, ConfigError
 from twell.errors import UserError
-from twell.evaluate import checkpoint_config, evaluation_data
-from twell.ffn import SparseFFN
+from twell.evaluate import checkpoint_config, compute_densely, evaluation_data
 from twell.generate import device_named, load_run
 from twell.hf_card import model_card, run_numbers
 from twell.hf_config import InterchangeError, layout_of, to_hf_config
@@ -96,9 +95,7 @@ def _neurons_to_keep(cfg: ExportConfig, trained: Config, tokenizer: Tokenizer) -
         raise InterchangeError(f"prune={cfg.prune}: {cfg.run} has ffn.kind=dense_silu, whose neurons all fire always")
     device = device_named(cfg.device)
     model, _, _ = load_run(Path(cfg.run), cfg.checkpoint, device)
-    for layer in model.modules():
-        if isinstance(layer, SparseFFN):
-            layer.impl = "torch"  # dense products, which cannot run out of room
+    compute_densely(model)
     prepared = evaluation_data(trained, tokenizer, cfg.data)
     if prepared is None:
         raise InterchangeError(f"prune={cfg.prune}: {cfg.run} has no data of its own; give data=FOLDER")

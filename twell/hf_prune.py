@@ -16,7 +16,7 @@ WIDTH_MULTIPLE = 64  # widths that matrix units like
 def count_firing(model: nn.Module, batches: list[Batch]) -> Tensor:
     """On how many counted tokens of `batches` each neuron fires: int64 [layers, d_ff], on the CPU.
 
-    `model` is a Transformer of a ReLU kind that computes with dense products, which cannot run out of room.
+    `model` is a Transformer of a ReLU kind, made ready by `twell.evaluate.compute_densely`.
     """
     total = None
     for batch in batches:

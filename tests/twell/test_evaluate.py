@@ -15,7 +15,7 @@ from data.tokenizer import END_OF_TEXT, BPETokenizer, ByteTokenizer
 from tests.twell.exchange import byte_set, save_run
 from tests.twell.small import build, ffn_config, model_config
 from twell.config import ConfigError
-from twell.evaluate import EvaluateConfig, evaluate, main
+from twell.evaluate import EvaluateConfig, compute_densely, evaluate, main
 from twell.generate import load_run
 from twell.model import Transformer
 
@@ -72,6 +72,17 @@ def test_data_of_another_tokenizer_is_refused(tmp_path):
 def test_a_wrong_argument_is_named(argument: str, message: str):
     with pytest.raises(ConfigError, match=message):
         main(["run=x", argument])
+
+
+def test_evaluation_does_not_need_the_sparse_kernels():
+    model = build("sparse")
+    model.compute_dtype = torch.bfloat16
+    for block in model.blocks:
+        block.ffn.impl = "triton"
+    compute_densely(model)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.rope.dtype == torch.float32 and {block.ffn.impl for block in model.blocks} == {"torch"}
+    assert model(torch.tensor([[1, 2, 3]])).logits.dtype == torch.bfloat16
 
 
 # ---- lm-eval
