@@ -37,7 +37,6 @@ class TwellLM(TemplateLM):
         super().__init__()
         self._model, self._text, self._batch = model, tokenizer, batch
         self._device = model.embed.weight.device
-        self._engine = Engine(model, rows=1)
 
     @property
     def eot_token_id(self) -> int:
