@@ -25,6 +25,9 @@ from twell.sparsity import SparsityStats
 
 EMBEDDING_STD = 0.02
 
+# `_run` is compiled once for each kind and shape of block, and with and without gradients; one process may use many.
+torch._dynamo.config.recompile_limit = 64
+
 
 class ModelOutput(NamedTuple):
     """What `Transformer.forward` returns.
