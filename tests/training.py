@@ -62,7 +62,9 @@ def tiny_text(folder: Path, n_documents: int = 16) -> Path:
     ]
     generator = torch.Generator().manual_seed(0)
     texts = folder / "texts"
-    texts.mkdir(exist_ok=True)
+    if texts.exists():
+        return texts
+    texts.mkdir()
     for i in range(n_documents):
         picks = torch.randint(len(words), (40,), generator=generator).tolist()
         (texts / f"{i:03d}.txt").write_text(f"document {i}: " + " ".join(words[k] for k in picks))

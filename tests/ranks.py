@@ -1,0 +1,49 @@
+"""Starts tiny training runs on several ranks, as torchrun does."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import train
+from tests.training import tiny_text
+
+ROOT = Path(train.__file__).parent
+
+
+def command(folder: Path, n_ranks: int, *jobs: str, launcher: tuple[str, ...] = ()) -> list[str]:
+    """The command line that runs `jobs`, each the overrides of one run, one after another on `n_ranks`."""
+    tiny_text(folder)  # once, before several ranks write it at the same time
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n_ranks}", *launcher]
+    return [*torchrun, "-m", "tests.rank_jobs", str(folder), *jobs]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def start_ranks(folder: Path, n_ranks: int, *jobs: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen:
+    arguments = command(folder, n_ranks, *jobs, launcher=launcher)
+    return subprocess.Popen(
+        arguments, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def run_ranks(folder: Path, n_ranks: int, *jobs: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+    """Run to the end; stdout and stderr are captured."""
+    process = start_ranks(folder, n_ranks, *jobs, launcher=launcher)
+    out, err = process.communicate(timeout=300)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def processes_of(folder: Path) -> list[int]:
+    """The ranks of `folder` that run, their launcher not counted."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            arguments = path.read_bytes().split(b"\0")
+        except OSError:  # it has ended
+            continue
+        if str(folder).encode() in arguments and b"tests.rank_jobs" in arguments and b"--standalone" not in arguments:
+            found.append(int(path.parent.name))
+    return sorted(found)
