@@ -158,6 +158,7 @@ def _meta(trained: Config, tokenizer: Tokenizer) -> dict[str, Any]:
         "progress": asdict(Progress()),
         "tokenizer": tokenizer.identity,
         "wandb_id": None,
+        "imported": True,
     }
 
 
