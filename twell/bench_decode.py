@@ -7,11 +7,12 @@
 
 All variants work on the same weights, in the compute dtype, and take turns; each row has read a prompt of its own and
 is given a random next token (or the text's), since tokens of an untrained model soon repeat themselves and would fire
-the same neurons in every row. A step includes the head and the choice of the most probable token. Energy is measured
-in a run of its own after the timing.
+the same neurons in every row. A step includes the head and the choice of the most probable token; the FFNs of all
+layers are also timed alone. Energy is measured in a run of its own after the timing.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from twell import measure
 from twell.bench_step_measure import Call, joules_per_token, release
 from twell.bench_step_model import ModelOptions, Setup, selected
 from twell.bench_step_report import print_environment, print_table
+from twell.decoder import Decoder, step_ffn
 from twell.errors import UserError
 from twell.forced import force_firing
 from twell.greedy_check import compare_greedy
@@ -115,6 +117,9 @@ def measure_rows(setup: Setup, model: Transformer, variants: list[str], tokens: 
     slots = -(-length // SLOTS) * SLOTS
     contenders = {name: Contender(engine_of(setup, model, name, rows, slots), tokens) for name in variants}
     timings = measure.alternate(contenders, N_STEPS, options.rounds, setup.device, warmup=2)
+    inputs = ffn_inputs(model, tokens[:, : options.prompt + 1])
+    ffns = {name: ffns_alone(contender.engine.decoder, inputs, setup) for name, contender in contenders.items()}
+    ffn_timings = measure.alternate(ffns, 1, options.rounds, setup.device, warmup=2)
     results = {}
     for name, timing in timings.items():
         call = Call(False, N_STEPS, rows, 0)
@@ -123,30 +128,45 @@ def measure_rows(setup: Setup, model: Transformer, variants: list[str], tokens: 
             "ms": timing.median,
             "spread": timing.spread,
             "tokens_per_second": 1e3 * rows / timing.median,
+            "ffn_ms": ffn_timings[name].median,
             "joules_per_token": joules,
             "computes_only_what_fires": contenders[name].engine.decoder.shape.sparse,
         }
-    return {"rows": rows, "firing": firing(model, tokens[:, : options.prompt + 1]), "variants": results}
+    return {"rows": rows, "firing": firing(model, inputs), "variants": results}
 
 
 @torch.no_grad()
-def firing(model: Transformer, tokens: Tensor) -> dict[str, float]:
-    """Neurons that fire on the last token of each row, mean over rows and layers, and on any row, mean over layers.
-
-    Of at most 64 rows: more would fill the memory.
-    """
-    each, any_row = [], []
-
-    def note(ffn: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        fires = F.linear(inputs[0][:, -1], ffn.w_gate.to(inputs[0].dtype)) > 0  # [rows, h]
-        each.append(fires.sum() / len(fires))
-        any_row.append(fires.any(0).sum())
-
-    hooks = [block.ffn.register_forward_pre_hook(note) for block in model.blocks]
-    model(tokens[:64])
+def ffn_inputs(model: Transformer, tokens: Tensor) -> list[Tensor]:
+    """What each layer's FFN sees at the last of tokens [rows, t]: [rows, d]."""
+    inputs: list[list[Tensor]] = [[] for _ in model.blocks]
+    hooks = [
+        block.ffn.register_forward_pre_hook(lambda _ffn, args, seen=seen: seen.append(args[0][:, -1].clone()))
+        for block, seen in zip(model.blocks, inputs)
+    ]
+    for part in tokens.split(64):  # more at once would fill the memory with logits
+        model(part)
     for hook in hooks:
         hook.remove()
-    return {"mean": torch.stack(each).mean().item(), "union": torch.stack(any_row).float().mean().item()}
+    return [torch.cat(parts) for parts in inputs]
+
+
+def ffns_alone(decoder: Decoder, inputs: list[Tensor], setup: Setup) -> Callable[[int], object]:
+    """The FFNs of all layers, one after the other, each with its own input, compiled and captured as in a step."""
+    ffn = torch.compile(step_ffn, fullgraph=True, dynamic=False) if setup.compiled else step_ffn
+
+    @torch.no_grad()
+    def run_all(_: int) -> None:
+        for x, w in zip(inputs, decoder.layers):
+            ffn(x[:, None], w, decoder.shape)
+
+    return measure.captured(run_all, 1) if setup.device.type == "cuda" else run_all
+
+
+def firing(model: Transformer, inputs: list[Tensor]) -> dict[str, float]:
+    """Neurons that fire, mean over rows and layers, and that fire on any row, mean over layers."""
+    fires = [F.linear(x, block.ffn.w_gate.detach()) > 0 for x, block in zip(inputs, model.blocks)]  # [rows, h] each
+    mean = sum(f.sum().item() for f in fires) / (len(fires) * len(inputs[0]))
+    return {"mean": mean, "union": sum(f.any(0).sum().item() for f in fires) / len(fires)}
 
 
 def check(setup: Setup, model: Transformer, text: Tensor, rows: int) -> None:
@@ -174,6 +194,7 @@ def print_result(result: dict) -> None:
     columns = {
         "tokens/s": lambda v: f"{v['tokens_per_second']:,.0f}",
         "ms per step": lambda v: f"{v['ms']:.3f}",
+        "FFNs alone": lambda v: f"{v['ffn_ms']:.3f}",
         "±": lambda v: f"{50 * v['spread']:.1f}%",
         "mJ/token": lambda v: "n/a" if v["joules_per_token"] is None else f"{1e3 * v['joules_per_token']:.2f}",
         "only what fires": lambda v: "yes" if v["computes_only_what_fires"] else "no",

@@ -177,12 +177,16 @@ def project(x: Tensor, w: LayerWeights, s: Shape) -> Tensor:
 def after_attention(x: Tensor, y: Tensor, w: LayerWeights, s: Shape) -> Tensor:
     """The layer's output [rows, 1, d] for its input x and the heads' results y, both [rows, 1, d]."""
     x = x + F.linear(y, w.o)
-    normed = rms_norm(x, w.ffn_norm, s)
+    return x + step_ffn(rms_norm(x, w.ffn_norm, s), w, s)
+
+
+def step_ffn(x: Tensor, w: LayerWeights, s: Shape) -> Tensor:
+    """The FFN of a step: x [rows, 1, d] -> [rows, 1, d]."""
     if not s.sparse:
-        return x + dense_ffn(normed, w, s)
+        return dense_ffn(x, w, s)
     from kernels.decode import decode_ffn
 
-    return x + decode_ffn(normed, *_halves(w, s.gated), w.w_down)
+    return decode_ffn(x, *_halves(w, s.gated), w.w_down)
 
 
 def between(x: Tensor, y: Tensor, w: LayerWeights, after: LayerWeights, s: Shape) -> tuple[Tensor, Tensor]:
