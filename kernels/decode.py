@@ -129,9 +129,11 @@ def _config(arch: int, dtype: torch.dtype, tokens: int) -> tuple[int, int, int]:
         return 32, 32, 1
     if dtype == torch.float32:
         return 32, 32, 3
-    if arch in (80, 90, 100):  # 160 KB of shared memory and more: bytes in flight are what fills the bandwidth
-        return (32, 256, 4) if tokens == 16 else (32, 128, 4)
-    return 32, 128, 3
+    # Every program reads all of x out of L2, so many tokens want few programs; and bytes in flight fill the bandwidth.
+    bh = 64 if tokens == 64 else 32
+    if arch in (80, 90, 100):  # 160 KB of shared memory and more
+        return bh, 256 if tokens == 16 else 128, 4
+    return bh, 64 if tokens == 64 else 128, 3
 
 
 def _rows(dtype: torch.dtype) -> int:
