@@ -30,10 +30,9 @@ from twell.generate import device_named, load_run
 from twell.hf_card import model_card, run_numbers
 from twell.hf_config import InterchangeError, layout_of, to_hf_config
 from twell.hf_prune import count_firing, neurons_to_keep, prune
-from twell.hf_tokenizer import save_hf_tokenizer
+from twell.hf_tokenizer import OWN_TOKENIZER, save_hf_tokenizer
 from twell.hf_weights import to_hf
 
-OWN_TOKENIZER = "twell"  # where our own form of the tokenizer lies, for import_hf
 DTYPES = {"fp32": (torch.float32, "float32"), "bf16": (torch.bfloat16, "bfloat16")}
 
 

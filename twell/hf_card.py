@@ -57,12 +57,14 @@ Documents were joined with the end-of-text token, and a new one starts with it; 
 
 
 def run_numbers(run: Path, cfg: Config, meta: dict[str, Any]) -> dict[str, str]:
-    """What is known about the run at its checkpoint: tokens, losses, sparsity."""
+    """What is known about the run at its checkpoint: tokens, losses, sparsity; nothing of an imported model."""
     progress = meta["progress"]
-    record = _last_record(run / "metrics.jsonl", progress["step"])
-    numbers = {"training tokens": f"{progress['tokens']:,}", "data": str(meta["config"]["data"]["name"])}
+    if progress["step"] == 0:  # imported
+        return {}
+    numbers = {"training tokens": f"{progress['tokens']:,}", "data": cfg.data.name}
     if cfg.ffn.kind.startswith("sparse"):
         numbers["L1 coefficient"] = f"{cfg.ffn.l1.coef:g} ({cfg.ffn.l1.norm})"
+    record = _last_record(run / "metrics.jsonl", progress["step"])
     for key, label, form in (
         ("val/loss", "validation loss, nats per token", "{:.4f}"),
         ("val/perplexity", "validation perplexity", "{:.2f}"),

@@ -18,6 +18,8 @@ from twell.hf_config import InterchangeError
 if TYPE_CHECKING:
     import tokenizers
 
+OWN_TOKENIZER = "twell"  # where an exported folder has the tokenizer as the trainer stores it, for import_hf
+
 # What splits text differently somewhere: marks, scripts, digits, white space of all kinds, emoji, code, the names of
 # special tokens.
 ODD_TEXT = (

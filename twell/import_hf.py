@@ -26,8 +26,8 @@ from twell import checkpoint
 from twell.arguments import parse_arguments, run_command
 from twell.config import Config, ConfigError, FFNConfig, ModelConfig, padded_vocab_size
 from twell.errors import UserError
-from twell.export import OWN_TOKENIZER
 from twell.hf_config import InterchangeError, Layout, from_hf_config
+from twell.hf_tokenizer import OWN_TOKENIZER
 from twell.hf_tokenizer_import import read_hf_tokenizer
 from twell.hf_weights import check_names, from_hf
 from twell.model import Transformer

@@ -14,6 +14,7 @@ from data.prepared import open_prepared
 from data.tokenizer import END_OF_TEXT, BPETokenizer, ByteTokenizer
 from tests.twell.exchange import byte_set, save_run
 from tests.twell.small import build, ffn_config, model_config
+from twell import checkpoint, tracking
 from twell.config import ConfigError
 from twell.evaluate import EvaluateConfig, compute_densely, evaluate, main
 from twell.generate import load_run
@@ -63,6 +64,28 @@ def test_data_of_another_tokenizer_is_refused(tmp_path):
         evaluate(EvaluateConfig(run=str(tmp_path / "run"), data=str(data)))
     with pytest.raises(DataError, match="not a prepared data set"):
         evaluate(EvaluateConfig(run=str(tmp_path / "run"), data=str(tmp_path)))
+
+
+def test_numbers_go_into_the_summary_of_the_runs_wandb_entry(tmp_path, monkeypatch):
+    run, data = tmp_path / "run", byte_set(tmp_path)
+    model, _ = save_run(run)
+    checkpoint.save(run, 7, checkpoint.model_tensors(model), checkpoint.read_meta(run, 7) | {"wandb_id": "abc"})
+    started = []
+
+    class Entry:
+        summary: dict = {}
+
+        def finish(self):
+            started.append("finished")
+
+    def start(cfg, run, wandb_id, log):
+        started.append((cfg.model.name, run.name, wandb_id))
+        return Entry()
+
+    monkeypatch.setattr(tracking, "_start_wandb", start)
+    values = evaluate(EvaluateConfig(run=str(run), data=str(data), tokens=50))["validation"][data.name]
+    assert started == [("small", "run", "abc"), "finished"]
+    assert Entry.summary == {f"eval/{data.name}/{key}": value for key, value in values.items()}
 
 
 @pytest.mark.parametrize(

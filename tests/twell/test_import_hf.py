@@ -12,6 +12,7 @@ from tests.twell.exchange import some_ids
 from twell import checkpoint
 from twell.config import CONFIG_DIR, ConfigError, register
 from twell.errors import UserError
+from twell.export import ExportConfig, export
 from twell.generate import load_run
 from twell.hf_config import InterchangeError
 from twell.hf_tokenizer import save_hf_tokenizer
@@ -140,6 +141,22 @@ def test_bf16_weights_become_fp32_masters(tmp_path):
     model, _, _ = load_run(imported(tmp_path), "latest", torch.device("cpu"))
     assert model.blocks[1].attn.o.weight.dtype == torch.float32
     assert torch.equal(model.blocks[1].attn.o.weight, theirs.model.layers[1].self_attn.o_proj.weight.float())
+
+
+def test_an_imported_model_is_exported_as_it_came(tmp_path):
+    make_theirs(tmp_path / "hf", "qwen2", vocab_size=257)
+    export(ExportConfig(run=str(imported(tmp_path)), out=str(tmp_path / "again")))
+    first, second = (safetensors_torch.load_file(tmp_path / folder / "model.safetensors") for folder in ("hf", "again"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert "training tokens" not in (tmp_path / "again/README.md").read_text()
+
+
+def test_a_tied_head_may_be_stored_twice(tmp_path):
+    make_theirs(tmp_path / "hf", tie_word_embeddings=True)
+    path = tmp_path / "hf/model.safetensors"
+    tensors = safetensors_torch.load_file(path)
+    safetensors_torch.save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path)
+    assert load_run(imported(tmp_path), "latest", torch.device("cpu"))[0].head is None
 
 
 def test_options(tmp_path):
