@@ -95,6 +95,17 @@ def test_muon_trains_and_resumes_exactly(tmp_path):
     assert parts == whole and whole[6] < whole[1]
 
 
+def test_bf16_trains_fp32_masters_and_resumes_exactly(tmp_path):
+    common = ("dtype=bf16", "optim.schedule.horizon=12", "optim.lr=1e-2")
+    whole = losses(train_tiny(tmp_path, "name=whole", "steps=12", *common))
+    train_tiny(tmp_path, "name=parts", "steps=5", *common)
+    assert losses(train_tiny(tmp_path, "name=parts", "steps=12", *common)) == whole
+    weights = final_weights(tmp_path, "whole")
+    assert_same_weights(weights, final_weights(tmp_path, "parts"))
+    assert any(not torch.equal(w, w.bfloat16().float()) for w in weights.values())
+    assert whole == pytest.approx(losses(train_tiny(tmp_path, "name=fp32", "steps=12", *common[1:])), rel=1e-2)
+
+
 def test_resume_is_exact_twice_in_a_row_and_across_an_epoch(tmp_path):
     common = ("optim.schedule.horizon=30", "eval.interval=4", "checkpoint.interval=5")
     records = train_tiny(tmp_path, "name=whole", "steps=30", *common)
