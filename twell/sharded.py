@@ -61,8 +61,8 @@ class ShardedWeights:
             master.grad = view
             parameter.grad = _like(parameter, view)  # FSDP adds to what it finds there
 
-    def zero_grad(self) -> None:
-        """Begin a step: the gradients are zero, at the same addresses."""
+    def zero_grad(self, always_add: bool = True) -> None:
+        """Begin a step: the gradients are zero, at the same addresses. FSDP always adds."""
         self.grad.zero_()
 
     def begin(self, last: bool) -> None:

@@ -90,6 +90,7 @@ class Step:
         self.sums = micro_step.sums
         device = self.sums.device
         self._micro_step: Callable[[Batch], None] = micro_step
+        self._replays = graph_signature is not None
         if graph_signature is not None:
             self._micro_step = GraphedMicroStep(micro_step, graph_signature, CudaRecorder(device))
         self.grad_norm = torch.zeros((), device=device)
@@ -97,7 +98,7 @@ class Step:
 
     def gradients(self, batches: Sequence[Batch]) -> None:
         """Sum the gradients of this rank's micro-batches, from zero."""
-        self._weights.zero_grad()
+        self._weights.zero_grad(always_add=self._replays)
         self.sums.zero_()
         for i, batch in enumerate(batches):
             self._weights.begin(last=i == len(batches) - 1)

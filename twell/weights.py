@@ -63,13 +63,20 @@ class Weights:
             self.refresh()
         for master, grad in zip(self.masters.values(), self._grads):
             master.grad = grad
+        self._overwrite = False
         self._sync = None
         if parallel.is_distributed():
             self._sync = parallel.GradientSync(self.grad, self._parameters, _layout(self._parameters)[0], self._add)
 
-    def zero_grad(self) -> None:
-        """Begin a step: the gradients are zero, at the same addresses."""
-        self.grad.zero_()
+    def zero_grad(self, always_add: bool = False) -> None:
+        """Begin a step: the gradients are zero, at the same addresses.
+
+        In bf16 the first micro-batch overwrites them instead, which saves two passes; every backward pass reaches every
+        parameter. always_add: not so, because a recording that cannot tell the first from the others will be replayed.
+        """
+        self._overwrite = self._compute is not None and not always_add
+        if not self._overwrite:
+            self.grad.zero_()
 
     def begin(self, last: bool) -> None:
         """A micro-batch comes, the `last` one of its step or not."""
@@ -79,6 +86,7 @@ class Weights:
     def accumulate(self) -> None:
         """Add the gradients of a backward pass to the masters' and drop them (fp32: autograd has added them)."""
         self._add(range(len(self._parameters)))
+        self._overwrite = False
 
     @torch.no_grad()
     def _add(self, members: Iterable[int]) -> None:
@@ -87,7 +95,8 @@ class Weights:
             return
         members = [i for i in members if self._parameters[i].grad is not None]
         if members:
-            torch._foreach_add_([self._grads[i] for i in members], [self._parameters[i].grad for i in members])
+            add = torch._foreach_copy_ if self._overwrite else torch._foreach_add_
+            add([self._grads[i] for i in members], [self._parameters[i].grad for i in members])
         for i in members:
             self._parameters[i].grad = None
 

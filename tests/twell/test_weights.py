@@ -29,7 +29,8 @@ def test_with_fp32_compute_the_masters_are_the_parameters():
     assert all((p.grad == 0).all() for p in model.parameters())
 
 
-def test_bf16_gradients_add_up_in_fp32_and_masters_keep_small_steps():
+@pytest.mark.parametrize("always_add", [False, True])
+def test_bf16_gradients_add_up_in_fp32_and_masters_keep_small_steps(always_add: bool):
     model = build(dtype=torch.bfloat16)
     exact = {name: p.detach().clone() for name, p in model.named_parameters()}
     parameters = dict(model.named_parameters())
@@ -40,7 +41,10 @@ def test_bf16_gradients_add_up_in_fp32_and_masters_keep_small_steps():
     addresses = [master.grad.data_ptr() for master in weights.masters.values()]
 
     sums = {name: torch.zeros_like(p) for name, p in exact.items()}
-    weights.zero_grad()
+    for master in weights.masters.values():  # of an earlier step
+        master.grad.fill_(7.0)
+    weights.zero_grad(always_add)
+    assert not always_add or (weights.grad == 0).all()
     for seed in (0, 1, 2):
         backward(model, seed)
         for name, p in parameters.items():
