@@ -105,12 +105,14 @@ class Engine:
     ) -> Iterator[Event]:
         """Continue `prompts` (ids, at least one each; the last `length` count) and yield tokens as they come.
 
-        A request ends after max_new_tokens or before the first token in `stop`, and begins with its own of the `seeds`.
+        A request ends after max_new_tokens or before the first token in `stop`, and draws from its own of the `seeds`.
         Tokens of one request come in order, those of several interleaved. Only one stream of an engine can run at a
         time. Raises UserError when logits are not finite.
         """
         if len(seeds) != len(prompts) or not all(prompts):
             raise ValueError(f"{len(prompts)} prompts with {len(seeds)} seeds: one each, and no prompt may be empty")
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens}: must be at least 1")
         waiting = deque(
             _Request(i, list(prompt), uniform_numbers(seed), max_new_tokens, max_new_tokens)
             for i, (prompt, seed) in enumerate(zip(prompts, seeds))

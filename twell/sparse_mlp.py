@@ -8,6 +8,8 @@ Anything with Llama's MLP will do: three bias-free nn.Linear called gate_proj, u
 them. transformers itself is not needed here.
 """
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -47,9 +49,11 @@ class SparseMLP(nn.Module):
         if wants_gradients or (many and torch.compiler.is_compiling()):
             return ffn_forward(x, *weights).y
         ffn = self._ready(x)
-        y = ffn(x)
-        while many and settle([ffn]):
+        # A model spread over several GPUs leaves the first one current, where Triton would launch.
+        with nullcontext() if torch.compiler.is_compiling() else torch.cuda.device_of(x):
             y = ffn(x)
+            while many and settle([ffn]):
+                y = ffn(x)
         return y
 
     def _ready(self, x: Tensor) -> ReluFFN:

@@ -156,6 +156,11 @@ def test_every_prompt_needs_an_id_and_a_seed(prompts, seeds):
         Engine(build(), 1).generate(prompts, 5, GREEDY, seeds)
 
 
+def test_every_request_wants_a_token():
+    with pytest.raises(ValueError, match="max_new_tokens=0: must be at least 1"):
+        Engine(build(), 1).generate([[1]], 0, GREEDY, [0])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [GREEDY, HOT, Sampling(2.0, 40, 0.9)])
 def test_compiled(sampling: Sampling):
