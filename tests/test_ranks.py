@@ -169,17 +169,17 @@ def test_kills_at_any_moment_leave_a_checkpoint_to_go_on_from(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 3 MB, which about two checkpoints fill."""
-    disk = tmp_path / "disk"
+    """For the runs, a disk of 17 MiB, on which three checkpoints are all that leave as much as is kept for logs."""
+    disk = tmp_path / "runs"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], capture_output=True).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=17m", "tmpfs", str(disk)], capture_output=True).returncode:
         pytest.skip("needs the right to mount a tmpfs")
     yield disk
     subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_a_full_disk_costs_a_checkpoint_and_nothing_else(tmp_path, small_disk):
-    job = f"name=a out={small_disk} batch.micro=1 {COMMON} steps=25 checkpoint.interval=5 checkpoint.keep=9"
+    job = f"name=a batch.micro=1 {COMMON} steps=25 checkpoint.interval=5 checkpoint.keep=9"
     done = run_ranks(tmp_path, 2, job)
     run = small_disk / "a"
     last = checkpoint.valid_steps(run)[-1]

@@ -35,6 +35,7 @@ from twell.sharded import local_rows
 warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
 
 FORMAT = 1  # raised when the layout changes in a way that older code cannot read
+RESERVE = 16e6  # bytes that stay free for logs and metrics
 META = "meta.json"
 OWN = "own-{:05d}.pt"
 UNFINISHED, TORN = ".unfinished-", ".torn-"
@@ -108,8 +109,9 @@ def _begin(unfinished: Path, n_bytes: int) -> None:
         return
     _remove(unfinished)
     unfinished.mkdir(parents=True)
-    if n_bytes > shutil.disk_usage(unfinished).free:
-        raise OSError(f"{n_bytes / 1e9:.1f} GB needed")
+    needed = 1.02 * n_bytes + RESERVE
+    if needed > shutil.disk_usage(unfinished).free:
+        raise OSError(f"{needed / 1e9:.1f} GB needed")
 
 
 def _write_own(unfinished: Path, own: Any) -> None:

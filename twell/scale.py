@@ -45,7 +45,7 @@ class Options:
     batch_tokens: int = 4_194_304  # tokens a step
     micro_tokens: int = 8192  # tokens a micro-batch
     memory: float = 141.0  # GB of one GPU
-    # GB of a micro-batch; 0 = 22 d_model + 6 d_ff bytes per token and layer, which a dense 1.5B model was measured to take
+    # GB of a micro-batch; 0 = 22 d_model + 6 d_ff bytes per token and layer, as was measured of a dense 1.5B model
     activations: float = 0.0
     # ASSUMED until measured on the machine in question, in 1e9 bytes a second and 1e12 FLOP/s of one GPU:
     speed: float = 450.0  # dense-equivalent, as MFU counts it, of a training step without communication

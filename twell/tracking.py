@@ -4,12 +4,14 @@ METRICS documents every key; a key that is not there cannot be logged. A number 
 hardware) is logged as null, so that every run has the same keys.
 """
 
+import contextlib
 import json
 import math
 import netrc
 import os
 import shutil
 import sys
+import threading
 import time
 import urllib.parse
 from collections.abc import Callable
@@ -71,6 +73,7 @@ METRICS = {
 }
 
 WANDB_TIMEOUT = 30  # seconds to wait for the server before logging offline
+WANDB_FINISH = 60  # seconds to wait at the end for what it has not received
 
 # Dense bf16 tensor-core peak in FLOP/s, from the vendor's datasheets; matched against the device's name in this order.
 PEAK_FLOPS = {
@@ -156,7 +159,7 @@ class Tracker:
             return
         self._log_file = open(run / "train.log", "a")  # noqa: SIM115 - open as long as the run
         self._metrics_file = _open_metrics(run / "metrics.jsonl", step)
-        self._bar_shown = False
+        self._bar_shown = self._disk_failed = False
         self.wandb = _start_wandb(cfg, run, wandb_id, self.print)
         if self.wandb is not None:
             self.wandb_id = self.wandb.id
@@ -167,8 +170,7 @@ class Tracker:
             return
         self._clear_bar()
         print(text, flush=True)
-        self._log_file.write(text + "\n")
-        self._log_file.flush()
+        self._append(self._log_file, text)
 
     def record(self, step: int, tokens: int, values: dict[str, Any]) -> None:
         """Append one record to metrics.jsonl and wandb; keys are those of METRICS."""
@@ -178,8 +180,7 @@ class Tracker:
         if unknown:
             raise KeyError(f"{unknown}: not in twell.tracking.METRICS; document a metric before logging it")
         line = {"step": step, "tokens": tokens, "time": round(time.time(), 3), **values}
-        self._metrics_file.write(json.dumps(_for_json(line)) + "\n")
-        self._metrics_file.flush()
+        self._append(self._metrics_file, json.dumps(_for_json(line)))
         self._with_wandb(lambda run: run.log(_for_wandb(line)))
 
     def progress(self, step: int) -> None:
@@ -197,9 +198,23 @@ class Tracker:
         if not self.is_main:
             return
         self._clear_bar()
-        self._with_wandb(lambda run: run.finish())
-        self._metrics_file.close()
-        self._log_file.close()
+        # In a thread: a server that does not answer must not keep a finished run. What it did not get lies in wandb/.
+        finishing = threading.Thread(target=self._with_wandb, args=(lambda run: run.finish(),), daemon=True)
+        finishing.start()
+        finishing.join(WANDB_FINISH)
+        for file in (self._metrics_file, self._log_file):
+            with contextlib.suppress(OSError):
+                file.close()
+
+    def _append(self, file: TextIO, line: str) -> None:
+        """A line at the end of `file`; a full disk must not end the run."""
+        try:
+            file.write(line + "\n")
+            file.flush()
+        except OSError as error:
+            if not self._disk_failed:
+                print(f"{file.name}: cannot be written ({error.strerror}); training goes on", flush=True)
+            self._disk_failed = True
 
     def _with_wandb(self, action: Callable[[Any], None]) -> None:
         """Do something with the wandb run, if there is one; when it fails, go on without wandb."""

@@ -1,6 +1,9 @@
+import errno
 import json
 import math
 import sys
+import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -213,3 +216,27 @@ def test_stop_watch_counts_only_between_start_and_stop(monkeypatch):
 def test_readme_documents_every_metric_in_the_same_words():
     text = README.read_text()
     assert [key for key, meaning in METRICS.items() if f"| `{key}` | {meaning} |" not in text] == []
+
+
+def test_a_full_disk_does_not_end_the_run(start, capsys):
+    tracker = start()
+
+    def full(_text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    tracker._log_file = tracker._metrics_file = types.SimpleNamespace(write=full, close=lambda: None, name="the file")
+    tracker.record(1, 10, {"train/loss": 1.0})
+    tracker.print("still here")
+    tracker.close()
+    out = capsys.readouterr().out
+    assert "still here" in out and out.count("No space left on device") == 1
+
+
+def test_a_server_that_does_not_answer_at_the_end_is_left(start, monkeypatch):
+    monkeypatch.setattr(tracking, "WANDB_FINISH", 0.1)
+    tracker = start()
+    answer = threading.Event()
+    tracker.wandb = types.SimpleNamespace(finish=answer.wait)
+    tracker.close()
+    assert not answer.is_set()
+    answer.set()
