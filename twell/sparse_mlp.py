@@ -48,7 +48,8 @@ class SparseMLP(nn.Module):
         wants_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *weights))
         if wants_gradients or (many and torch.compiler.is_compiling()):
             return ffn_forward(x, *weights).y
-        ffn = self._ready(x)
+        ffn = self._ffn_for(x)
+        ffn.weights = weights  # which may have moved, or been loaded anew
         # A model spread over several GPUs leaves the first one current, where Triton would launch.
         with nullcontext() if torch.compiler.is_compiling() else torch.cuda.device_of(x):
             y = ffn(x)
@@ -56,8 +57,8 @@ class SparseMLP(nn.Module):
                 y = ffn(x)
         return y
 
-    def _ready(self, x: Tensor) -> ReluFFN:
-        """The FFN with the present weights, which may have moved to another device since the last call."""
+    def _ffn_for(self, x: Tensor) -> ReluFFN:
+        """What has been learnt on this device in this dtype; anew when they change."""
         if self._made_for != (x.device, x.dtype):
             self._made_for = x.device, x.dtype
             self._ffn = ReluFFN(self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight.T, self._impl)
