@@ -27,6 +27,7 @@ from data.tokenizer import Tokenizer
 from twell import parallel, tracking
 from twell.arguments import parse_arguments, run_command
 from twell.config import Config, ConfigError
+from twell.errors import first_line
 from twell.ffn import SparseFFN
 from twell.generate import device_named, load_run
 from twell.measures import ValidationSparsity
@@ -176,11 +177,15 @@ def _to_wandb(run: Path, trained: Config, meta: dict[str, Any], results: dict[st
     if meta["wandb_id"] is None:
         return
     handle = tracking._start_wandb(trained, run, meta["wandb_id"], print)
-    if handle is not None:
-        numbers = results["validation"] | results["tasks"]
+    if handle is None:
+        return
+    numbers = results["validation"] | results["tasks"]
+    try:
         for name, values in numbers.items():
             handle.summary.update({f"eval/{name}/{key}": value for key, value in values.items()})
         handle.finish()
+    except Exception as error:  # a dashboard must not cost the results
+        print(f"wandb: lost ({first_line(error)}); the results are in {run / 'eval'}")
 
 
 def main(arguments: Sequence[str]) -> None:

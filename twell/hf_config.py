@@ -48,7 +48,6 @@ class Layout:
     n_layers: int
     d_model: int
     d_ff: int
-    q_width: int
     kv_width: int
     head_dim: int
     n_vocab: int
@@ -83,7 +82,6 @@ def layout_of(model: ModelConfig, ffn: FFNConfig, d_ff: int, n_vocab: int) -> La
         n_layers=model.n_layers,
         d_model=model.d_model,
         d_ff=d_ff,
-        q_width=model.d_model,
         kv_width=model.n_kv_heads * head_dim,
         head_dim=head_dim,
         n_vocab=n_vocab,
@@ -172,7 +170,6 @@ def from_hf_config(config: dict[str, Any], name: str) -> tuple[ModelConfig, str,
         n_layers=model.n_layers,
         d_model=model.d_model,
         d_ff=d_ff,
-        q_width=model.d_model,
         kv_width=model.n_kv_heads * head_dim,
         head_dim=head_dim,
         n_vocab=_size(config, "vocab_size"),

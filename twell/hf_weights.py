@@ -22,12 +22,12 @@ def expected_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
     shapes = {"model.embed_tokens.weight": (layout.n_vocab, d), "model.norm.weight": (d,)}
     if not layout.tied:
         shapes["lm_head.weight"] = (layout.n_vocab, d)
-    widths = {"q": layout.q_width, "k": layout.kv_width, "v": layout.kv_width}
+    widths = {"q": d, "k": layout.kv_width, "v": layout.kv_width}
     for i in range(layout.n_layers):
         at = f"model.layers.{i}."
         shapes |= {f"{at}input_layernorm.weight": (d,), f"{at}post_attention_layernorm.weight": (d,)}
         shapes |= {f"{at}self_attn.{part}_proj.weight": (width, d) for part, width in widths.items()}
-        shapes[f"{at}self_attn.o_proj.weight"] = (d, layout.q_width)
+        shapes[f"{at}self_attn.o_proj.weight"] = (d, d)
         if layout.qkv_bias:
             shapes |= {f"{at}self_attn.{part}_proj.bias": (width,) for part, width in widths.items()}
         if layout.o_bias:
@@ -54,7 +54,7 @@ def to_hf(ours: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
         theirs |= {their: ours[block + our] for their, our in _same(layout, at).items()}
         theirs[f"{at}mlp.down_proj.weight"] = ours[f"{block}ffn.w_down"].T
         if layout.qkv_bias:
-            parts = ours[f"{block}attn.qkv_bias"].split([layout.q_width, layout.kv_width, layout.kv_width])
+            parts = ours[f"{block}attn.qkv_bias"].split([layout.d_model, layout.kv_width, layout.kv_width])
             theirs |= {f"{at}self_attn.{part}_proj.bias": bias for part, bias in zip("qkv", parts)}
         if layout.o_bias:
             theirs[f"{at}self_attn.o_proj.bias"] = torch.zeros_like(ours[f"{block}attn_norm.weight"])
