@@ -9,7 +9,7 @@ Both spellings of transformers 4 and 5 are read, and both are written, so that e
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from twell.config import FFNConfig, ModelConfig
@@ -165,23 +165,15 @@ def from_hf_config(config: dict[str, Any], name: str) -> tuple[ModelConfig, str,
         rope_theta=_rope_theta(config),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
     )
-    head_dim = _head_dim(config, model)
-    layout = Layout(
-        n_layers=model.n_layers,
-        d_model=model.d_model,
-        d_ff=d_ff,
-        kv_width=model.n_kv_heads * head_dim,
-        head_dim=head_dim,
-        n_vocab=_size(config, "vocab_size"),
-        gated=gated,
-        tied=model.tied,
-        qk_norm=model.qk_norm,
-        qkv_bias=model.qkv_bias,
+    _check_heads(config, model)
+    ffn_kind = _ffn_kind(config, is_sparse, gated)
+    layout = replace(
+        layout_of(model, FFNConfig(kind=ffn_kind), d_ff, _size(config, "vocab_size")),
         o_bias=attention_bias and base != "qwen2",
         sparse=is_sparse,
         transposed_down=is_sparse and gated and bool(config.get("sparsity_use_hybrid_kernel", False)),
     )
-    return model, _ffn_kind(config, is_sparse, gated), layout
+    return model, ffn_kind, layout
 
 
 def _ffn_kind(config: dict[str, Any], is_sparse: bool, gated: bool) -> str:
@@ -215,7 +207,7 @@ def _rope_theta(config: dict[str, Any]) -> float:
     return float(theta)
 
 
-def _head_dim(config: dict[str, Any], model: ModelConfig) -> int:
+def _check_heads(config: dict[str, Any], model: ModelConfig) -> None:
     derived = model.d_model // model.n_heads
     # Qwen3's class has a head_dim of its own if the file has none.
     stated = config.get("head_dim") or (128 if config["model_type"] == "qwen3" else derived)
@@ -228,7 +220,6 @@ def _head_dim(config: dict[str, Any], model: ModelConfig) -> int:
         raise InterchangeError(
             f"config.json: num_key_value_heads={model.n_kv_heads} does not divide num_attention_heads={model.n_heads}"
         )
-    return derived
 
 
 def _size(config: dict[str, Any], key: str, otherwise: str | None = None) -> int:
