@@ -1,7 +1,8 @@
 """Dense: the same FFN by dense products, for layers too dense for anything else to pay.
 
 The products are torch's; the two kernels here do everything element-wise in one pass each, L1 term, firing statistics
-and all, so that a layer that is not sparse (yet) loses nothing against compiled torch code.
+and all, so that a layer that is not sparse (yet) loses nothing against compiled torch code. Programs go along the rows
+first: what is written last, and still in the cache for the next product, is whole rows.
 """
 
 import torch
@@ -22,12 +23,13 @@ def dense_forward_kernel(
     STAGES: tl.constexpr, GATED: tl.constexpr, COUNTED: tl.constexpr, STATS: tl.constexpr,
 ):  # fmt: skip
     """a = relu(z) * u (non-gated: relu(z)) for ROWS rows; if STATS, entries per row and column and the sum of |a|."""
-    j = tl.program_id(1) * BH + tl.arange(0, BH)
+    COLUMN_BLOCKS: tl.constexpr = (H + BH - 1) // BH
+    j = tl.program_id(0) % COLUMN_BLOCKS * BH + tl.arange(0, BH)
     in_row = (j < H)[None, :]
     per_column = tl.zeros((BM, BH), tl.int32)
     total = tl.zeros((BM, BH), tl.float32)
     for s in tl.range(0, ROWS, BM, num_stages=STAGES):
-        t = tl.program_id(0) * ROWS + s + tl.arange(0, BM)
+        t = tl.program_id(0) // COLUMN_BLOCKS * ROWS + s + tl.arange(0, BM)
         mask = (t < n)[:, None] & in_row
         at = t[:, None].to(tl.int64) * H + j[None, :]
         gate = tl.load(z + at, mask=mask, other=0.0).to(tl.float32)
@@ -47,7 +49,7 @@ def dense_forward_kernel(
             total += tl.abs(act)
     if STATS:
         tl.atomic_add(fired + j, tl.sum(per_column, 0), mask=j < H, sem="relaxed")
-        tl.store(l1 + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.sum(tl.sum(total, 1), 0))
+        tl.store(l1 + tl.program_id(0), tl.sum(tl.sum(total, 1), 0))
 
 
 @triton.jit
@@ -57,8 +59,9 @@ def dense_backward_kernel(
 ):  # fmt: skip
     """da becomes the gradient of z, in place; du that of u (gated)."""
     dtype = da.dtype.element_ty
-    t = tl.program_id(0) * BM + tl.arange(0, BM)
-    j = tl.program_id(1) * BH + tl.arange(0, BH)
+    COLUMN_BLOCKS: tl.constexpr = (H + BH - 1) // BH
+    t = tl.program_id(0) // COLUMN_BLOCKS * BM + tl.arange(0, BM)
+    j = tl.program_id(0) % COLUMN_BLOCKS * BH + tl.arange(0, BH)
     mask = (t < n)[:, None] & (j < H)[None, :]
     at = t[:, None].to(tl.int64) * H + j[None, :]
     gate = tl.load(z + at, mask=mask, other=0.0).to(tl.float32)
@@ -88,8 +91,8 @@ def activate(
     new = torch.zeros if stats else torch.empty
     count, fired = (new(size, dtype=torch.int32, device=z.device) for size in (n, h))
     options = _FORWARD if stats else _FORWARD_ALONE
-    grid = (triton.cdiv(n, options["ROWS"]), triton.cdiv(h, options["BH"]))
-    l1 = torch.empty(grid[0] * grid[1], dtype=torch.float32, device=z.device)
+    grid = (triton.cdiv(h, options["BH"]) * triton.cdiv(n, options["ROWS"]),)
+    l1 = torch.empty(grid[0], dtype=torch.float32, device=z.device)
     if n:
         dense_forward_kernel[grid](
             z, z if u is None else u, a, count if counted is None else counted, count, fired, l1, n, H=h,
@@ -112,7 +115,7 @@ def activate_backward(
     """
     n, h = z.shape
     if n:
-        dense_backward_kernel[(triton.cdiv(n, _BACKWARD["BM"]), triton.cdiv(h, _BACKWARD["BH"]))](
+        dense_backward_kernel[(triton.cdiv(h, _BACKWARD["BH"]) * triton.cdiv(n, _BACKWARD["BM"]),)](
             z, z if u is None else u, da, da if du is None else du, dl1, z if counted is None else counted, n, H=h,
             GATED=u is not None, COUNTED=counted is not None, **_BACKWARD,
         )  # fmt: skip

@@ -6,6 +6,10 @@
 x and dy are gathered a block of token rows at a time. The cost follows the union of the tokens of a tile, which is
 why the order of the neurons matters: tiles of neurons that fire together, or that both fire rarely, touch few tokens.
 A tile that no token touches writes zeros and is done.
+
+Rows of x and dy are wanted by many tiles, blocks of values by every piece of d. So programs go through a group of tiles
+for one piece of d before they go on to the next piece: that piece of x and dy, a few MB, stays in the L2 cache for all
+tiles of the group, and the group is as large as leaves its values in the cache from one piece to the next.
 """
 
 import torch
@@ -14,7 +18,7 @@ import triton.language as tl
 
 from kernels.aot import AotCase
 from kernels.gate import precision
-from kernels.launch import POINTER, capability
+from kernels.launch import POINTER, capability, l2_bytes
 from kernels.order import TILE
 from kernels.plan import NeuronTiles
 
@@ -47,21 +51,25 @@ def _store(acc, out, order, n_cold, d, first, D: tl.constexpr, M: tl.constexpr, 
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["group"])
 def weight_grad_kernel(
-    inner, hidden, x, dy, tokens, offsets, order, dw_gate, dw_up, dw_down, capacity, n_cold,
+    inner, hidden, x, dy, tokens, offsets, order, dw_gate, dw_up, dw_down, capacity, n_cold, group,
     D: tl.constexpr, TILE_SIZE: tl.constexpr, GATED: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     M: tl.constexpr = 2 * TILE_SIZE if GATED else TILE_SIZE
     CHUNKS: tl.constexpr = (D + BD - 1) // BD
-    tile = tl.program_id(0) // (2 * CHUNKS)
-    d = (tl.program_id(0) // 2 % CHUNKS) * BD + tl.arange(0, BD)
+    first = tl.program_id(0) // (group * 2 * CHUNKS) * group
+    in_group = tl.minimum(group, (n_cold + TILE_SIZE - 1) // TILE_SIZE - first)
+    place = tl.program_id(0) - first * 2 * CHUNKS
+    tile = first + place % in_group
+    piece = place // in_group  # of d, first of x, then of dy
+    d = piece // 2 * BD + tl.arange(0, BD)
     begin = tl.load(offsets + tile)
     end = tl.minimum(tl.load(offsets + tile + 1), capacity)
     order += tile * TILE_SIZE
     n_cold -= tile * TILE_SIZE
-    if tl.program_id(0) % 2 == 0:
+    if piece % 2 == 0:
         inner_acc = _product(inner, x, tokens, begin, end, d, D, M, BD, BK, PRECISION)
         if GATED:
             _store(inner_acc, dw_gate, order, n_cold, d, 0, D, M, TILE_SIZE)
@@ -78,7 +86,7 @@ def _config(arch: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     if arch == 0:
         return 32, 16, 1, 1
     if dtype == torch.float32:
-        return 64, 32, 4, 2
+        return 64, 32, 8, 2
     if arch in (80, 90, 100):
         return 128, 64, 8, 5
     return 128, 32, 4, 3
@@ -99,11 +107,14 @@ def weight_grad(
     if n_cold == 0:
         return
     bd, bk, warps, stages = _config(capability(x.device), x.dtype)
-    grid = (triton.cdiv(n_cold, TILE) * triton.cdiv(d, bd) * 2,)
+    n_tiles = triton.cdiv(n_cold, TILE)
+    values = tiles.inner.nbytes + tiles.hidden.nbytes
+    group = max(1, min(n_tiles, n_tiles * l2_bytes(x.device) // (2 * values + 1)))
+    grid = (n_tiles * triton.cdiv(d, bd) * 2,)
     weight_grad_kernel[grid](
         tiles.inner, tiles.hidden, x, dy, tiles.tokens, tiles.offsets, order, dw_up if dw_gate is None else dw_gate,
-        dw_up, dw_down, tiles.tokens.shape[0], n_cold, D=d, TILE_SIZE=TILE, GATED=dw_gate is not None, BD=bd, BK=bk,
-        PRECISION=precision(x.dtype), num_warps=warps, num_stages=stages,
+        dw_up, dw_down, tiles.tokens.shape[0], n_cold, group, D=d, TILE_SIZE=TILE, GATED=dw_gate is not None, BD=bd,
+        BK=bk, PRECISION=precision(x.dtype), num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
@@ -111,7 +122,11 @@ def aot_cases(arch: int) -> list[AotCase]:
     cases = []
     for dtype, gated, d in ((torch.bfloat16, True, 2048), (torch.bfloat16, False, 2048), (torch.float32, True, 768)):
         bd, bk, warps, stages = _config(arch, dtype)
-        signature = dict.fromkeys(("tokens", "offsets", "order"), "*i32") | {"capacity": "i32", "n_cold": "i32"}
+        signature = dict.fromkeys(("tokens", "offsets", "order"), "*i32") | {
+            "capacity": "i32",
+            "n_cold": "i32",
+            "group": "i32",
+        }
         constexprs = {"D": d, "TILE_SIZE": TILE, "GATED": gated, "BD": bd, "BK": bk, "PRECISION": precision(dtype)}
         types = {
             a: "constexpr" if a in constexprs else signature.get(a, POINTER[dtype])

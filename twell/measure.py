@@ -14,7 +14,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 MB = 1e6
-SETTLE = 0.04  # seconds
+SETTLE = 0.015  # seconds
+CACHE = 1 << 28  # bytes, more than any cache holds
 
 
 def environment(device: torch.device) -> dict[str, str | int]:
@@ -56,22 +57,24 @@ def alternate(
 ) -> dict[str, Timing]:
     """Time contender(i) for i in range(batches), all contenders taking turns in each of `rounds` rounds.
 
-    Taking turns lets drifts touch all alike; several batches keep one's data from staying in the caches. On a GPU nothing
-    waits between calls: the host runs ahead, as it does in training, and events time the device. A turn begins with
-    `SETTLE` of untimed calls, because a GPU lowers its clock under the power that dense products draw and takes a while to
-    raise it again: each contender is timed at the clock that its own work allows.
+    Taking turns lets drifts touch all alike; several batches keep one's data from staying in the caches. On a GPU this
+    follows `triton.testing.do_bench`: a turn begins with `SETTLE` of untimed calls, because the clock depends on the
+    power that the work before drew, and each timed call begins with an empty cache, as a layer of a model finds it.
+    Nothing waits between calls: the host runs ahead, as it does in training, and events time the device.
     """
     for contender in contenders.values():
         for i in range(batches * warmup):
             contender(i % batches)
     host = {name: _host_time(contender, batches, device) for name, contender in contenders.items()}
     settling = {name: _calls_in(SETTLE, contender, batches, device) for name, contender in contenders.items()}
+    cache = torch.empty(CACHE if device.type == "cuda" else 0, dtype=torch.int8, device=device)
     spans = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, contender in contenders.items():
             for i in range(settling[name]):
                 contender(i % batches)
             for i in range(batches):
+                cache.zero_()
                 start = _now(device)
                 contender(i)
                 spans[name].append((start, _now(device)))
