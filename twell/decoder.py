@@ -75,10 +75,14 @@ class Decoder:
         self.shape = Shape(attn.n_heads, attn.n_kv_heads, attn.head_dim, model.norm.eps, activation, gated, sparse)
         # One kernel for rotation, the cache and attention; without it, and without a GPU, torch's.
         self.fused = impl == "triton" or (self.device.type == "cuda" and unsupported(self.device, dtype, 1) is None)
-        functions = project, between, finish
+        of_step, of_prefill = (project, between, finish), (rotated, half_way, dense_ffn)
         if compile:
-            functions = [torch.compile(f, fullgraph=True, dynamic=False) for f in functions]
-        self._project, self._between, self._finish = functions
+            # Every kind of FFN, number of rows and kind of prompts is compiled by itself, and counts towards a limit.
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+            of_step = [torch.compile(f, fullgraph=True, dynamic=False) for f in of_step]
+            of_prefill = [torch.compile(f, fullgraph=True) for f in of_prefill]  # of any number of tokens
+        self._project, self._between, self._finish = of_step
+        self._rotated, self._half_way, self._dense_ffn = of_prefill
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor, lengths: Tensor, rows: Tensor, cache: KVCache) -> Tensor:
@@ -98,14 +102,13 @@ class Decoder:
         s, t = self.shape, tokens.shape[1]
         x = F.embedding(tokens, self.embedding)  # [r, t, d]
         for i, w in enumerate(self.layers):
-            q, k, v = project(x, w, s).transpose(1, 2).split([s.n_heads, s.n_kv_heads, s.n_kv_heads], dim=1)
-            q, k = rotate(q, self.rope[:, :t]), rotate(k, self.rope[:, :t])
+            q, k, v = self._rotated(x, w, self.rope[:, :t], s)
             cache.k[i][rows, :, :t] = k
             cache.v[i][rows, :, :t] = v
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=s.n_heads > s.n_kv_heads)
-            x = x + F.linear(y.transpose(1, 2).flatten(2), w.o)
-            normed = rms_norm(x, w.ffn_norm, s)
-            x = x + (self.ffns[i](normed) if self.ffns and self.ffns[i].sparse else dense_ffn(normed, w, s))
+            x, normed = self._half_way(x, y.transpose(1, 2).flatten(2), w, s)
+            sparse = bool(self.ffns) and self.ffns[i].sparse
+            x = x + (self.ffns[i](normed) if sparse else self._dense_ffn(normed, w, s))
         return x
 
     @torch.no_grad()
@@ -174,10 +177,22 @@ def project(x: Tensor, w: LayerWeights, s: Shape) -> Tensor:
     return torch.cat([rms_norm(q, w.q_norm, s), rms_norm(k, w.k_norm, s), v], dim=2)
 
 
+def rotated(x: Tensor, w: LayerWeights, rope: Tensor, s: Shape) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v [b, heads, t, head_dim] of x [b, t, d], turned by rope [2, t, head_dim / 2]."""
+    q, k, v = project(x, w, s).transpose(1, 2).split([s.n_heads, s.n_kv_heads, s.n_kv_heads], dim=1)
+    return rotate(q, rope), rotate(k, rope), v
+
+
+def half_way(x: Tensor, y: Tensor, w: LayerWeights, s: Shape) -> tuple[Tensor, Tensor]:
+    """x [b, t, d] with the heads' results y [b, t, d] added, and what the FFN then sees."""
+    x = x + F.linear(y, w.o)
+    return x, rms_norm(x, w.ffn_norm, s)
+
+
 def after_attention(x: Tensor, y: Tensor, w: LayerWeights, s: Shape) -> Tensor:
     """The layer's output [rows, 1, d] for its input x and the heads' results y, both [rows, 1, d]."""
-    x = x + F.linear(y, w.o)
-    return x + step_ffn(rms_norm(x, w.ffn_norm, s), w, s)
+    x, normed = half_way(x, y, w, s)
+    return x + step_ffn(normed, w, s)
 
 
 def step_ffn(x: Tensor, w: LayerWeights, s: Shape) -> Tensor:
