@@ -18,6 +18,9 @@ from twell.ffn import DenseFFN
 from twell.model import Transformer, rotate
 from twell.relu_ffn import FEW, ReluFFN, settle
 
+# The share of neurons from which on a step's FFN runs dense: reading two thirds of the weights is no gain any more.
+DENSE_FROM = 0.5
+
 
 class Shape(NamedTuple):
     """What a layer's functions must know beside its weights."""
@@ -73,6 +76,7 @@ class Decoder:
         self.ffns = [ReluFFN(*_halves(w, gated), w.w_down, impl) for w in self.layers] if activation == "relu" else []
         sparse = bool(self.ffns) and self.ffns[0].sparse and max_rows <= FEW
         self.shape = Shape(attn.n_heads, attn.n_kv_heads, attn.head_dim, model.norm.eps, activation, gated, sparse)
+        self.shapes, self._max_rows = [self.shape] * len(self.layers), max_rows
         # One kernel for rotation, the cache and attention; without it, and without a GPU, torch's.
         self.fused = impl == "triton" or (self.device.type == "cuda" and unsupported(self.device, dtype, 1) is None)
         of_step, of_prefill = (project, between, finish), (rotated, half_way, dense_ffn)
@@ -95,8 +99,15 @@ class Decoder:
             x = self._prefill(tokens, rows, cache)
             if not settle(self.ffns):
                 break
+        self._choose_routes()
         x = x[torch.arange(len(x), device=x.device), lengths - 1]  # [r, d]
         return logits_of(x, self.norm, self.head, self.n_vocab, self.shape)
+
+    def _choose_routes(self) -> None:
+        """Let steps run dense in layers that are dense, once this is known. Steps captured before stay as they are."""
+        shares = [ffn.share_fired(self._max_rows) for ffn in self.ffns]
+        if self.shape.sparse and None not in shares:
+            self.shapes = [self.shape._replace(sparse=share < DENSE_FROM) for share in shares]
 
     def _prefill(self, tokens: Tensor, rows: Tensor, cache: KVCache) -> Tensor:
         s, t = self.shape, tokens.shape[1]
@@ -117,15 +128,14 @@ class Decoder:
 
         tokens, positions int64 [rows] -> [rows, vocab_size]. slots: more than any position; attention reads so many.
         """
-        s, n = self.shape, len(self.layers)
         x = F.embedding(tokens, self.embedding)[:, None]  # [rows, 1, d]
         attend = self._attention(positions, slots)
-        heads = self._project(x, self.layers[0], s)
-        for i in range(n - 1):
+        heads = self._project(x, self.layers[0], self.shape)
+        for i in range(len(self.layers) - 1):
             y = attend(heads, cache.k[i], cache.v[i])
-            x, heads = self._between(x, y, self.layers[i], self.layers[i + 1], s)
+            x, heads = self._between(x, y, self.layers[i], self.layers[i + 1], self.shapes[i])
         y = attend(heads, cache.k[-1], cache.v[-1])
-        return self._finish(x, y, self.layers[-1], self.norm, self.head, self.n_vocab, s)[:, 0]
+        return self._finish(x, y, self.layers[-1], self.norm, self.head, self.n_vocab, self.shapes[-1])[:, 0]
 
     def _attention(self, positions: Tensor, slots: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """What appends heads [rows, 1, all heads, head_dim] to a layer's cache and attends: -> [rows, 1, d]."""

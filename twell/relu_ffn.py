@@ -54,6 +54,14 @@ class ReluFFN:
             self.state.shape, self.state.dtype = Shape(n, d, len(w_up), w_gate is not None, x.element_size()), x.dtype
         return sparse_ffn(x, *self.weights, impl=self.impl, state=self.state, stats=False).y
 
+    def share_fired(self, rows: int) -> float | None:
+        """The share of the neurons that fire on any of `rows` tokens, by what has been learnt; None before that.
+
+        As if neurons fired independently on different tokens, which overestimates.
+        """
+        rate = None if self.state is None else self.state.decision.rate  # [h], the share of tokens
+        return None if rate is None else (1 - (1 - rate) ** rows).mean().item()
+
 
 def settle(layers: Sequence[ReluFFN]) -> bool:
     """Let layers learn from their calls; true if some results are incomplete and the calls must be repeated.

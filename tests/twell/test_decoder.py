@@ -56,6 +56,18 @@ def test_many_rows_take_dense_products():
     assert not Decoder(model("dense_silu"), "triton", max_rows=1).shape.sparse
 
 
+def test_steps_run_dense_in_layers_that_are_dense(monkeypatch: pytest.MonkeyPatch):
+    it = model()
+    decoder = Decoder(it, "triton", max_rows=4)
+    shares = {id(ffn): share for ffn, share in zip(decoder.ffns, (0.1, 0.9, None))}
+    monkeypatch.setattr("twell.relu_ffn.ReluFFN.share_fired", lambda self, rows: shares[id(self)] if rows == 4 else 0)
+    assert_same_logits(it, decoder)
+    assert [s.sparse for s in decoder.shapes] == [True, True, True]  # not all is known yet
+    shares[id(decoder.ffns[2])] = 0.4
+    assert_same_logits(it, decoder)
+    assert [s.sparse for s in decoder.shapes] == [True, False, True]
+
+
 def test_kernels_that_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("twell.relu_ffn.unsupported", lambda *_: "no GPU")
     with pytest.raises(UserError, match=r"^impl=triton: no GPU; use impl=auto or impl=torch"):

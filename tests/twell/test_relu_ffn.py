@@ -30,8 +30,8 @@ class Told:
 
     shape = "known"
 
-    def __init__(self, room: object):
-        self.decision = type("Decision", (), {"room": room})
+    def __init__(self, room: object = None, rate: torch.Tensor | None = None):
+        self.decision = type("Decision", (), {"room": room, "rate": rate})
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,13 @@ def test_learns_from_the_first_call_and_from_overflow(room, full, repeats, updat
     layers[1].state = Told(room)
     assert settle(layers) is repeats
     assert updated == [[layers[1].state]] * updates
+
+
+def test_share_of_neurons_that_fire_on_any_row():
+    layer = ReluFFN(*make_case(1, 24, 40, "1 %").tensors[1:], "torch")
+    assert layer.share_fired(3) is None
+    layer.state = Told()
+    assert layer.share_fired(3) is None
+    layer.state = Told(rate=torch.tensor([0.0, 0.5, 1.0, 0.1], dtype=torch.float64))
+    assert layer.share_fired(1) == pytest.approx(1.6 / 4)
+    assert layer.share_fired(2) == pytest.approx((0.75 + 1 + 0.19) / 4)
