@@ -1,6 +1,7 @@
 """Runs a producer one step ahead in a background thread and moves what it makes to the device."""
 
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 
+_PATIENCE_SECONDS = 60  # after which a wait for data is told
 _POLL_SECONDS = 0.1  # how often a full queue looks whether it was closed
 
 
@@ -29,7 +31,12 @@ class Prefetcher:
 
     def get(self) -> tuple[dict[str, torch.Tensor | None], Any]:
         start = time.perf_counter()
-        tensors, state, copied, error = self._queue.get()
+        while True:
+            try:
+                tensors, state, copied, error = self._queue.get(timeout=_PATIENCE_SECONDS)
+                break
+            except queue.Empty:
+                print(f"waiting for data for {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
         self.wait_seconds += time.perf_counter() - start
         if error is not None:
             raise error

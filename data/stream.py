@@ -5,7 +5,9 @@ row), joins the training documents by the end-of-text token, and cuts the tokens
 order in which the dataset is published. Every further epoch reads the same again.
 """
 
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +22,9 @@ from data.tokenizer import utf8
 
 if TYPE_CHECKING:
     from twell.config import DataConfig
+
+
+RETRY_AFTER = (1, 5, 15, *[30] * 20)  # seconds to wait for a stream that broke off, beyond the library's own tries
 
 
 class StreamLoader(BaseLoader):
@@ -79,13 +84,36 @@ class StreamLoader(BaseLoader):
         return split_dataset_by_node(dataset, self._rank, self._world_size)
 
     def _producer(self):
-        self._dataset.load_state_dict(self._position["dataset"])
-        epoch = self._position["epoch"]
-        left = np.array(self._position["left"], dtype=np.int64)
+        read = self._reader(self._position)
+
+        def produce():
+            nonlocal read
+            waits = iter(RETRY_AFTER)
+            while True:
+                try:
+                    return read()
+                except DataError:
+                    raise
+                except Exception as error:  # whatever the library, the Hub or the network may raise
+                    wait = next(waits, None)
+                    cause = f"data.hf_path={self._cfg.hf_path}: the stream broke off ({type(error).__name__}: {error})"
+                    if wait is None:
+                        raise DataError(f"{cause}, and could not be taken up again") from error
+                    print(f"{cause}; trying again in {wait} s", file=sys.stderr, flush=True)
+                    time.sleep(wait)
+                    read = self._reader(read.position)
+
+        return produce
+
+    def _reader(self, position: dict[str, Any]) -> Callable[[], tuple[dict[str, torch.Tensor | None], Any]]:
+        """Reads step after step from `position` on; its attribute `position` is that after the latest whole step."""
+        self._dataset.load_state_dict(position["dataset"])
+        epoch = position["epoch"]
+        left = np.array(position["left"], dtype=np.int64)
         documents = self._documents()
         needed = self._per_rank * self._seq_len + 1
 
-        def produce():
+        def read():
             nonlocal epoch, left, documents
             parts, count, fresh_pass = [left], len(left), False
             while count < needed:
@@ -101,10 +129,11 @@ class StreamLoader(BaseLoader):
             tokens = np.concatenate(parts)
             left = tokens[needed - 1 :]  # the last target is the next step's first token
             windows = np.lib.stride_tricks.sliding_window_view(tokens[:needed], self._seq_len + 1)[:: self._seq_len]
-            position = {"epoch": epoch, "dataset": self._dataset.state_dict(), "left": left.tolist()}
-            return split_windows(windows, self._eot), position
+            read.position = {"epoch": epoch, "dataset": self._dataset.state_dict(), "left": left.tolist()}
+            return split_windows(windows, self._eot), read.position
 
-        return produce
+        read.position = position
+        return read
 
     def _documents(self) -> Iterator[np.ndarray]:
         """The rest of this pass: training documents with their end of text, int64 [n]."""

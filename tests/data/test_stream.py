@@ -262,3 +262,42 @@ def test_without_the_library_it_is_named(hf_config, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"needs the package `datasets`: pip install datasets"):
         hf.load(hf_config(), streaming=True)
+
+
+@pytest.fixture
+def stream_that_breaks(hf_config, parquet, monkeypatch):
+    """A loader whose dataset raises at the given rows, counted over all passes; rows after which it never does again."""
+    from data import stream
+
+    monkeypatch.setattr(stream, "RETRY_AFTER", (0, 0))
+
+    def make(*broken_rows):
+        cfg = hf_config(streaming=True)
+        loader = StreamLoader(cfg, prepare(cfg, val_tokens=64, log=quiet), **SIZES)
+        documents, seen = loader._documents, []
+
+        def breaking():
+            for document in documents():
+                seen.append(None)
+                if len(seen) in broken_rows:
+                    raise ConnectionResetError("the Hub hung up")
+                yield document
+
+        monkeypatch.setattr(loader, "_documents", breaking)
+        return loader
+
+    return make
+
+
+def test_a_stream_that_breaks_off_is_taken_up_where_it_was(stream_that_breaks, parquet, capsys):
+    loader = stream_that_breaks(9, 30, 31)
+    assert tokens_of(loader, 80) == expected_stream(parquet[0])[: 80 * 4 * 16]
+    loader.close()
+    assert capsys.readouterr().err.count("ConnectionResetError: the Hub hung up); trying again") == 3
+
+
+def test_a_stream_that_stays_broken_ends_the_run_with_its_name(stream_that_breaks):
+    loader = stream_that_breaks(*range(9, 100))
+    with pytest.raises(DataError, match=r"data\.hf_path=parquet: the stream broke off .* could not be taken up again"):
+        tokens_of(loader, 80)
+    loader.close()
