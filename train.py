@@ -152,9 +152,7 @@ def train(cfg: Config, closing: ExitStack) -> None:
         f"{cfg.batch.micro} sequences x {cfg.model.seq_len}, on {ranks.device.type} in {compute_dtype}"
     )
     if cfg.forced_nnz is not None:
-        log(
-            f"forced_nnz={cfg.forced_nnz}: nothing but speed means anything: the learning rate is 0, and nothing is saved"
-        )
+        log(f"forced_nnz={cfg.forced_nnz}: only speed means anything: the learning rate is 0, and nothing is saved")
     if resumed:
         log(f"resuming from step {at.step}")
     if horizon * per_unit != steps * cfg.batch.tokens:

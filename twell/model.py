@@ -35,8 +35,7 @@ class ModelOutput(NamedTuple):
     loss_sum  []  fp32, cross-entropy in nats summed over counted tokens; 0 without targets.
     l1_sum    [layers]  fp32, sum over counted tokens and neurons of |a|; 0 for dense kinds.
     stats     SparsityStats of the ReLU kinds when targets are given and firing is counted, else None.
-    logits    [b, t, vocab_size] in the compute dtype, -inf on padded ids; only without targets. With a KV cache: of the
-              last position, [b, 1, vocab_size].
+    logits    [b, t, vocab_size] in the compute dtype, -inf on padded ids; only without targets.
     """
 
     loss_sum: Tensor
@@ -79,34 +78,6 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
-class KVCache:
-    """Keys and values of the tokens seen so far, for sampling: tensors of one shape, filled from the left.
-
-    Each forward pass with the cache appends its tokens; the caller keeps their total within `length` <= seq_len.
-    """
-
-    def __init__(self, model: "Transformer", batch: int, length: int):
-        attention = model.blocks[0].attn
-        shape = (len(model.blocks), batch, attention.n_kv_heads, length, attention.head_dim)
-        device = model.embed.weight.device
-        self.k = torch.zeros(shape, dtype=model.compute_dtype, device=device)
-        self.v = torch.zeros_like(self.k)
-        self.n_seen = torch.zeros((), dtype=torch.int64, device=device)
-        self.positions = self.n_seen  # of the tokens in the current forward pass, [t]
-
-    def make_room(self, t: int) -> Tensor:
-        """Give the next `t` tokens their positions [t]; every layer then appends its keys and values there."""
-        self.positions = self.n_seen + torch.arange(t, device=self.n_seen.device)
-        self.n_seen = self.n_seen + t
-        return self.positions
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v [b, n_kv_heads, t, head_dim]; returns that layer's whole cache."""
-        self.k[layer].index_copy_(2, self.positions, k)
-        self.v[layer].index_copy_(2, self.positions, v)
-        return self.k[layer], self.v[layer]
-
-
 def rope_table(seq_len: int, head_dim: int, theta: float) -> Tensor:
     """Cosine and sine of the rotary angles (arXiv 2104.09864), fp32 [2, seq_len, head_dim / 2]."""
     frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
@@ -127,9 +98,8 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal grouped-query attention: n_heads / n_kv_heads query heads share each key/value head."""
 
-    def __init__(self, cfg: ModelConfig, layer: int):
+    def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.layer = layer
         self.n_heads, self.n_kv_heads = cfg.n_heads, cfg.n_kv_heads
         self.head_dim = cfg.d_model // cfg.n_heads
         self.q = Linear(cfg.d_model, cfg.d_model)
@@ -144,10 +114,10 @@ class Attention(nn.Module):
     def qkv_width(self) -> int:
         return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
 
-    def forward(self, x: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache | None) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor, mask: Tensor | None) -> Tensor:
         """x [b, t, d] -> [b, t, d].
 
-        rope [2, t, head_dim / 2]; mask bool [b or 1, 1, t, keys], true = may attend, None = plain causal.
+        rope [2, t, head_dim / 2]; mask bool [b, 1, t, t], true = may attend, None = plain causal.
         """
         b, t, d = x.shape
         # One product for the three: the weights stay separate parameters, and joining them costs little beside it.
@@ -160,8 +130,6 @@ class Attention(nn.Module):
         # Transposed last, so that all three lie in memory as the products before and after want them.
         rope = rope[:, :, None]
         q, k, v = (part.transpose(1, 2) for part in (rotate(q, rope), rotate(k, rope), v))  # [b, heads, t, head_dim]
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)
         groups = self.n_heads // self.n_kv_heads
         if mask is not None and groups > 1:  # no fused GPU kernel takes a mask and shared heads at once
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
@@ -173,10 +141,10 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + ffn(norm(x))."""
 
-    def __init__(self, cfg: ModelConfig, ffn: FFNConfig, layer: int):
+    def __init__(self, cfg: ModelConfig, ffn: FFNConfig):
         super().__init__()
         self.attn_norm = RMSNorm(cfg.d_model, cfg.norm_eps)
-        self.attn = Attention(cfg, layer)
+        self.attn = Attention(cfg)
         self.ffn_norm = RMSNorm(cfg.d_model, cfg.norm_eps)
         self.ffn = build_ffn(ffn, cfg.d_model)
 
@@ -186,14 +154,13 @@ class Block(nn.Module):
         rope: Tensor,
         mask: Tensor | None,
         counted: Tensor | None,
-        cache: KVCache | None = None,
         firing: bool = True,
     ) -> tuple[Tensor, FFNResult]:
-        return self.feed(self.attend(x, rope, mask, cache), counted, firing)
+        return self.feed(self.attend(x, rope, mask), counted, firing)
 
-    def attend(self, x: Tensor, rope: Tensor, mask: Tensor | None, cache: KVCache | None = None) -> Tensor:
+    def attend(self, x: Tensor, rope: Tensor, mask: Tensor | None) -> Tensor:
         """The first half."""
-        return x + self.attn(self.attn_norm(x), rope, mask, cache)
+        return x + self.attn(self.attn_norm(x), rope, mask)
 
     def feed(self, x: Tensor, counted: Tensor | None, firing: bool = True) -> tuple[Tensor, FFNResult]:
         """The second half; compiled, it does not count which neurons fire if `firing` is not asked for."""
@@ -233,7 +200,7 @@ class Transformer(nn.Module):
         # It is no state: never saved, and filled again by `init_weights` in case the model came from the meta device.
         self.register_buffer("rope", rope_table(model.seq_len, self.head_dim, self.rope_theta), persistent=False)
         self.embed = Embedding(vocab_size, model.d_model)
-        self.blocks = nn.ModuleList(Block(model, ffn, layer) for layer in range(model.n_layers))
+        self.blocks = nn.ModuleList(Block(model, ffn) for _ in range(model.n_layers))
         self.norm = RMSNorm(model.d_model, model.norm_eps)
         self.head = None if model.tied else Linear(model.d_model, vocab_size)
         self.recompute = recompute
@@ -242,7 +209,7 @@ class Transformer(nn.Module):
         self._compiled = False
 
     def compile_parts(self) -> None:
-        """From now on run the blocks and the loss through torch.compile, except with a KV cache.
+        """From now on run the blocks and the loss through torch.compile.
 
         Each block by itself, not the model as a whole: equal layers share one compilation, which then takes as long for
         40 layers as for one.
@@ -261,7 +228,6 @@ class Transformer(nn.Module):
         tokens: Tensor,
         targets: Tensor | None = None,
         doc_ids: Tensor | None = None,
-        cache: KVCache | None = None,
     ) -> ModelOutput:
         """Score `targets`, or without them give logits.
 
@@ -269,25 +235,17 @@ class Transformer(nn.Module):
             tokens: int [b, t], t <= seq_len.
             targets: int64 [b, t], the token after each; IGNORE where the loss does not count.
             doc_ids: int [b, t]; attention stays among tokens with the same number. None: plain causal.
-            cache: for sampling: `tokens` continue those already in the cache.
         """
-        t = tokens.shape[1]
-        positions = torch.arange(t, device=tokens.device) if cache is None else cache.make_room(t)
-        rope = self.rope[:, :t] if cache is None else self.rope[:, positions]
-        mask = _attention_mask(positions, doc_ids, cache)
+        rope = self.rope[:, : tokens.shape[1]]
+        mask = _attention_mask(doc_ids)
         counted = None if targets is None else targets != IGNORE  # [b, t]
 
         x = self.embed(tokens).to(self.compute_dtype)  # [b, t, d]
         results = []
         with attention_order(x.device) if self._compiled else contextlib.nullcontext():
             for block in self.blocks:
-                if cache is None:
-                    x, result = self._run_block(block, x, rope, mask, counted)
-                else:
-                    x, result = block(x, rope, mask, counted, cache)
+                x, result = self._run_block(block, x, rope, mask, counted)
                 results.append(result)
-        if cache is not None:
-            x = x[:, -1:]
         x = self.norm(x)
         weight = (self.embed if self.head is None else self.head).weight.to(x.dtype)  # [vocab_size, d]
 
@@ -306,9 +264,9 @@ class Transformer(nn.Module):
         """Run a block, or for `recompute` its halves, so that only their inputs are kept for backward."""
         keep_inputs = functools.partial(checkpoint, self._run, use_reentrant=False, preserve_rng_state=False)
         if self.recompute == "none":
-            return self._run(block, "forward", x, rope, mask, counted, None, self.counts_firing)
+            return self._run(block, "forward", x, rope, mask, counted, self.counts_firing)
         if self.recompute == "full":
-            return keep_inputs(block, "forward", x, rope, mask, counted, None, self.counts_firing)
+            return keep_inputs(block, "forward", x, rope, mask, counted, self.counts_firing)
         x = self._run(block, "attend", x, rope, mask)
         return keep_inputs(block, "feed", x, counted, self.counts_firing)
 
@@ -395,12 +353,11 @@ def _run(block: Block, part: str, *inputs) -> Any:
     return getattr(Block, part)(block, *inputs)  # of the class: see `hook_blocks`
 
 
-def _attention_mask(positions: Tensor, doc_ids: Tensor | None, cache: KVCache | None) -> Tensor | None:
-    """bool [b or 1, 1, t, keys], true = may attend; None = plain causal, for which SDPA needs no mask."""
-    if cache is not None:
-        return (torch.arange(cache.k.shape[3], device=positions.device) <= positions[:, None])[None, None]
+def _attention_mask(doc_ids: Tensor | None) -> Tensor | None:
+    """bool [b, 1, t, t], true = may attend; None = plain causal, for which SDPA needs no mask."""
     if doc_ids is None:
         return None
+    positions = torch.arange(doc_ids.shape[1], device=doc_ids.device)
     causal = positions <= positions[:, None]  # [t, t]
     return (causal & (doc_ids[:, None, :] == doc_ids[:, :, None]))[:, None]
 

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from tests.twell.small import KINDS, N_VOCAB, VOCAB_SIZE, batch, build, ffn_config, model_config
 from twell.config import CONFIG_DIR, register
-from twell.model import KVCache, Transformer, rope_table, rotate
+from twell.model import Transformer, rope_table, rotate
 from twell.routing import Routing
 
 
@@ -211,17 +211,6 @@ def test_initial_scales():
     assert not torch.equal(block.ffn.w_up, block.ffn.w_gate)  # each parameter has draws of its own
     tokens, targets = batch()
     assert model(tokens, targets).loss_sum.item() / targets.numel() == pytest.approx(math.log(N_VOCAB), rel=0.02)
-
-
-@pytest.mark.parametrize("changes", [{}, {"qk_norm": True, "qkv_bias": True, "tied": False}])
-def test_kv_cache_gives_the_same_logits(changes: dict):
-    model = build(**changes)
-    tokens, _ = batch(b=3)
-    expected = model(tokens).logits
-    cache = KVCache(model, batch=3, length=21)
-    for start, end in ((0, 5), (5, 6), (6, 13), *((i, i + 1) for i in range(13, 17))):
-        logits = model(tokens[:, start:end], cache=cache).logits
-        assert_close(logits, expected[:, end - 1 : end], rtol=1e-4, atol=1e-5)
 
 
 def test_bf16_computes_in_bf16_on_fp32_masters():
