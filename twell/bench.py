@@ -3,6 +3,7 @@
     kernels    the sparse FFN against the dense one: time, error, memory, and each stage against its floor
     step       the whole training step, dense against sparse: tokens/s, MFU, parts, memory, energy
     prefill    the same for a forward pass over prompts
+    scale      training on 1, 2, 4, ... GPUs of this host: tokens/s, memory, communication, checkpoints
     decode     the same for one token after another, at several batch sizes
     fit        the largest micro-batch that fits this GPU
 
@@ -22,6 +23,7 @@ COMMANDS = {
     "kernels": "twell.bench_kernels",
     "step": "twell.bench_step",
     "prefill": "twell.bench_prefill",
+    "scale": "twell.bench_scale",
     "decode": "twell.bench_decode",
     "fit": "twell.bench_fit",
 }

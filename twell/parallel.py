@@ -94,6 +94,11 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def world_size() -> int:
+    """Processes in all."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def is_main() -> bool:
     """Whether this is the first rank, or the only process."""
     return rank() == 0

@@ -65,7 +65,7 @@ class Weights:
             master.grad = grad
         self._overwrite = False
         self._sync = None
-        if parallel.is_distributed():
+        if parallel.world_size() > 1:
             self._sync = parallel.GradientSync(self.grad, self._parameters, _layout(self._parameters)[0], self._add)
 
     def zero_grad(self, always_add: bool = False) -> None:
