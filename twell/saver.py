@@ -22,6 +22,7 @@ from twell.checkpoint import CheckpointError
 from twell.parallel import Ranks
 from twell.sharded import belongs_to_first_copy, local_rows, with_share
 
+BLOCK, ALIGNMENT = 1 << 28, 64  # bytes
 MOST_OF_MEMORY = 0.6  # of what the host has available: what the copies of all its ranks may take
 
 
@@ -44,11 +45,7 @@ class Saver:
         self._host: dict[str, Tensor] | None = None
         n_bytes = sum(local_rows(tensor)[0].nbytes for tensor in self._tensors.values())
         if background and _all_have_room(n_bytes, log):
-            pinned = self._stream is not None
-            self._host = {
-                name: torch.empty_like(local_rows(tensor)[0], device="cpu", pin_memory=pinned)
-                for name, tensor in self._tensors.items()
-            }
+            self._host = _room_on_host(self._tensors, pinned=self._stream is not None)
 
     def save(self, step: int, meta: dict, own: Any, *, keep: int, best: int | None, wait: bool) -> None:
         """Begin to write the checkpoint of `step`; then remove all but the newest `keep` and the `best`.
@@ -116,6 +113,21 @@ class Saver:
             name: with_share(tensor, self._host[name]) if isinstance(tensor, DTensor) else self._host[name]
             for name, tensor in self._tensors.items()
         }
+
+
+def _room_on_host(tensors: Mapping[str, Tensor], pinned: bool) -> dict[str, Tensor]:
+    """Uninitialised tensors in the host's memory for this rank's rows of all of `tensors`.
+
+    They share a few large blocks: torch takes pinned memory by powers of two.
+    """
+    room, block, used = {}, torch.empty(0, dtype=torch.uint8), 0
+    for name, tensor in tensors.items():
+        rows = local_rows(tensor)[0]
+        if used + rows.nbytes > len(block):
+            block, used = torch.empty(max(BLOCK, rows.nbytes), dtype=torch.uint8, pin_memory=pinned), 0
+        room[name] = block[used : used + rows.nbytes].view(rows.dtype).view(rows.shape)
+        used += -(-rows.nbytes // ALIGNMENT) * ALIGNMENT
+    return room
 
 
 def share_of(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:

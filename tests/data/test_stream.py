@@ -266,7 +266,7 @@ def test_without_the_library_it_is_named(hf_config, monkeypatch):
 
 @pytest.fixture
 def stream_that_breaks(hf_config, parquet, monkeypatch):
-    """A loader whose dataset raises at the given rows, counted over all passes; rows after which it never does again."""
+    """A loader whose dataset raises at the given rows, counted over all tries."""
     from data import stream
 
     monkeypatch.setattr(stream, "RETRY_AFTER", (0, 0))

@@ -167,3 +167,41 @@ def test_kill_during_a_save_leaves_the_last_checkpoint(tmp_path, moment):
     assert len(lines) == 1 and list((tmp_path / "checkpoints").iterdir()) == [checkpoint.folder(tmp_path, 1)]
     save(tmp_path, 2)
     assert checkpoint.valid_steps(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("damage", ["cut short", "missing", "meta"])
+def test_a_torn_checkpoint_is_set_aside_and_told(tmp_path, damage):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    path = checkpoint.folder(tmp_path, 2)
+    data = path / "__0_0.distcp"
+    if damage == "cut short":
+        data.write_bytes(data.read_bytes()[:100])
+    elif damage == "missing":
+        data.unlink()
+    else:
+        (path / checkpoint.META).write_text("{")
+    lines = []
+    checkpoint.clean_up(tmp_path, lines.append)
+    assert checkpoint.valid_steps(tmp_path) == [1]
+    assert len(lines) == 1 and lines[0].startswith(f"ignoring {path}: ") and ".torn-step-00000002" in lines[0]
+    save(tmp_path, 2)
+    checkpoint.clean_up(tmp_path, lines.append)
+    assert len(lines) == 1 and checkpoint.valid_steps(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_a_checkpoint_becomes_one_file(tmp_path, suffix, capsys):
+    save(tmp_path, 1, 1.5)
+    save(tmp_path, 2, 2.5)
+    out = tmp_path / f"sub/model{suffix}"
+    checkpoint.main([f"run={tmp_path}", f"out={out}", "checkpoint=1", "dtype=bf16"])
+    if suffix == ".pt":
+        tensors = torch.load(out)
+    else:
+        tensors = pytest.importorskip("safetensors.torch").load_file(out)
+    assert tensors.keys() == {"weight"} and torch.equal(tensors["weight"], torch.full((2, 3), 1.5).bfloat16())
+    assert capsys.readouterr().out.strip() == str(out) and len(list(out.parent.iterdir())) == 1
+    for wrong, message in ((["out=x.bin"], "must end in"), ([f"out={out}", "dtype=fp8"], "dtype=fp8")):
+        with pytest.raises(CheckpointError, match=message):
+            checkpoint.main([f"run={tmp_path}", *wrong])
