@@ -33,7 +33,7 @@ def capability(device: torch.device) -> int:
 @functools.cache
 def l2_bytes(device: torch.device) -> int:
     """Size of the L2 cache; when interpreting so little that what is cut to fit it is cut."""
-    return 4096 if device.type == "cpu" else torch.cuda.get_device_properties(device).L2_cache_size
+    return 1 << 16 if device.type == "cpu" else torch.cuda.get_device_properties(device).L2_cache_size
 
 
 def supported(device: torch.device, dtype: torch.dtype) -> str | None:

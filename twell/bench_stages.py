@@ -16,6 +16,7 @@ STAGES = {
     "gate": ("gate_",),
     "compact": ("compact_",),
     "plan": ("plan_",),
+    "rows dot": ("rows_dot",),
     "rows forward": ("rows_forward",),
     "rows backward": ("rows_backward",),
     "rows reduce": ("rows_reduce",),
@@ -52,8 +53,10 @@ def work_of(x: Tensor, weights: Iterable[Tensor | None], order: Tensor, n_hot: i
     return Work(*x.shape, len(w_up), w_gate is not None, x.element_size(), n_hot, entries, cold_entries, blocks)
 
 
-def floors(work: Work, dense: bool) -> dict[str, dict[str, float]]:
-    """Arguments of `Ceilings.floor_ms` by stage; `dense`: the whole step ran as dense products.
+def floors(work: Work, dense: bool, dots: bool) -> dict[str, dict[str, float]]:
+    """Arguments of `Ceilings.floor_ms` by stage.
+
+    dense: the whole step ran as dense products. dots: dot products were a stage of their own.
 
     Bytes are what a stage must read and write once; weight rows that it gathers come out of the L2 cache, and a value
     read or written alone moves a whole sector.
@@ -67,16 +70,18 @@ def floors(work: Work, dense: bool) -> dict[str, dict[str, float]]:
             "products": {"flops": 6 * (1 + inner) * n * d * h},
             "dense": {"memory_bytes": (9 if work.gated else 5) * n * h * size},
         }
+    apart = int(dots)
     return {
         "gate": {"flops": 2 * n * d * h, "memory_bytes": (n + h) * row + words + work.entries * SECTOR},
         "compact": {"memory_bytes": words + work.entries * (SECTOR + entry)},
         "plan": {"memory_bytes": n * -(-(h - work.n_hot) // 64) + work.blocks * (4 + tile * (1 + inner))},
+        "rows dot": {"gathered_bytes": work.cold * inner * row, "memory_bytes": 2 * n * row + 2 * work.cold * entry},
         "rows forward": {
-            "gathered_bytes": work.cold * inner * row,
+            "gathered_bytes": work.cold * (inner - apart * (inner - 1)) * row,
             "memory_bytes": 2 * n * row + work.cold * (entry + size),
         },
         "rows backward": {
-            "gathered_bytes": work.cold * (1 + inner) * row,
+            "gathered_bytes": work.cold * (1 + inner - apart) * row,
             "memory_bytes": 2 * n * row + work.cold * (entry + size + (1 + inner) * SECTOR),
         },
         "weight gradients": {
@@ -92,7 +97,8 @@ def floors(work: Work, dense: bool) -> dict[str, dict[str, float]]:
 
 def stage_costs(kernels: dict[str, float], work: Work, ceilings: Ceilings) -> dict[str, dict]:
     """Milliseconds by stage from those by kernel name, each beside its floor (None: no floor is known)."""
-    floor = floors(work, dense=not any(kernel.startswith("gate_") for kernel in kernels))
+    ran = {name: any(kernel.startswith(name) for kernel in kernels) for name in ("gate_", "rows_dot")}
+    floor = floors(work, dense=not ran["gate_"], dots=ran["rows_dot"])
     costs = {}
     for kernel, ms in kernels.items():
         stage = next((name for name, prefixes in STAGES.items() if kernel.startswith(prefixes)), "other")

@@ -4,6 +4,7 @@ import torch
 from kernels import rows
 from kernels.compact import SPLIT
 from kernels.plan import plan
+from kernels.rows_dot import piece_of
 from tests.kernels.stages import pack, random_activation
 
 
@@ -17,6 +18,17 @@ def problem(d: int, device: torch.device):
     generator = torch.Generator().manual_seed(2)
     make = lambda *shape: torch.randn(*shape, generator=generator).to(device)  # noqa: E731
     return dense, make(6, d), make(6, d), [make(200, d) for _ in range(3)]
+
+
+def test_weights_beyond_the_cache_are_gathered_in_pieces(monkeypatch):
+    device = torch.device("cpu")
+    assert [piece_of(device, d, 200, 4) for d in (24, 70)] == [32, 32]  # what the tests below cover
+    monkeypatch.setattr("kernels.rows_dot.l2_bytes", lambda _: 60 << 20)
+    monkeypatch.setattr("kernels.rows_dot.LEAST_PIECE", 256)
+    assert piece_of(device, 2048, 5632, 2) == 2048
+    assert piece_of(device, 3072, 8192, 2) == 512
+    assert piece_of(device, 4096, 14336, 2) == 512
+    assert piece_of(device, 8192, 100_000, 2) == 256
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -44,8 +56,9 @@ def test_forward(gated, add, d, device):
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_backward(gated, device):
-    dense, x, dy, (w_gate, w_up, w_down) = problem(40, device)
+@pytest.mark.parametrize("d", [24, 70])
+def test_backward(gated, d, device):
+    dense, x, dy, (w_gate, w_up, w_down) = problem(d, device)
     packed = pack(dense, segments=8)
     up = x @ w_up.T if gated else torch.ones_like(dense)
     if gated:

@@ -6,8 +6,11 @@ from kernels.weight_grad import weight_grad
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("n_cold, n, d", [(1, 3, 8), (100, 21, 40), (130, 40, 70)])
-def test_weight_grad(n_cold, n, d, gated, device):
+@pytest.mark.parametrize(
+    "n_cold, n, d, l2", [(1, 3, 8, 0), (100, 21, 40, 1 << 16), (130, 40, 70, 70_000), (130, 40, 70, 0)]
+)
+def test_weight_grad(n_cold, n, d, l2, gated, device, monkeypatch):
+    monkeypatch.setattr("kernels.weight_grad.l2_bytes", lambda _: l2)  # decides how many tiles make a group
     generator = torch.Generator().manual_seed(0)
     make = lambda *shape: torch.randn(*shape, generator=generator).to(device)  # noqa: E731
     h, tiles = n_cold + 7, -(-n_cold // 64)
