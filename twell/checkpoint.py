@@ -193,7 +193,8 @@ def load(run: Path, step: int, tensors: dict[str, Tensor]) -> set[str]:
             raise CheckpointError(f"{path}: {name} is {list(entry.size)} there and {list(tensor.shape)} in this model")
     wanted = {name: tensor for name, tensor in tensors.items() if name in stored}
     try:
-        dcp.load(wanted, storage_reader=reader, no_dist=not parallel.is_distributed())
+        group = parallel.saving_group()
+        dcp.load(wanted, storage_reader=reader, process_group=group, no_dist=group is None)
     except (OSError, RuntimeError, dcp.CheckpointException) as error:
         raise _damaged(run, step, error) from error
     return tensors.keys() - wanted.keys()

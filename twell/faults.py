@@ -24,6 +24,7 @@ from twell.errors import first_line
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 LOST = 75  # exit code when other ranks are lost: EX_TEMPFAIL, trying again may help
+TOLD_AFTER = 10.0  # seconds after which a stop that has not happened is told
 WAITING_FOR_DATA = "waiting for data"
 
 
@@ -67,7 +68,12 @@ class StopRequests:
                 return
             if number[0] in SIGNALS:
                 break
-        if self._closed.wait(self._timeout):
+        told_after = min(TOLD_AFTER, self._timeout)
+        if self._closed.wait(told_after):
+            return
+        left = self._timeout - told_after
+        say(f"told to stop, still in a step or a save; if other ranks are gone, the end comes by force in {left:g} s")
+        if self._closed.wait(left):
             return
         say(f"told to stop {self._timeout:g} s ago (stop_timeout) and still not done; ending by force")
         self._end(1)

@@ -123,7 +123,7 @@ def finish() -> None:
     """
     global _host_group, _saving_group
     if dist.is_initialized():
-        dist.barrier(_host_group)
+        gather(None)
         dist.destroy_process_group()
         _host_group = _saving_group = None
 
