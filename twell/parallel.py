@@ -188,8 +188,7 @@ class GradientSync:
     """Sums a flat gradient buffer over ranks, bucket by bucket, while backward still fills the rest of it.
 
     Backward comes to the parameters in about the reverse of their order, so buckets are cut and summed in that order,
-    which is the same on every rank. What did not come through backward (it was replayed from a CUDA graph, say) is
-    summed by `wait`.
+    which is the same on every rank. What backward did not come to is summed by `wait`.
     """
 
     def __init__(

@@ -79,7 +79,7 @@ class ShardedWeights:
 
     def norm(self, grad: Tensor) -> Tensor:
         """The norm [] of all ranks' gradients together, `grad` being this rank's buffer."""
-        square = grad.square().sum()
+        square = torch.linalg.vector_norm(grad).square()  # not the sum of grad.square(), which is as large as grad
         dist.all_reduce(square)
         return (square / self._n_copies).sqrt()
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels.dispatch import Shape
 from tests.training import losses, train_tiny
 from twell.config import FFNConfig
 from twell.ffn import build_ffn
@@ -74,3 +75,31 @@ def test_a_step_that_overflows_is_repeated_and_counted_and_changes_nothing(tmp_p
     assert records[-2]["train/repeated_steps"] == 1
     monkeypatch.setattr(Decision, "room_for", room_for)
     assert losses(records) == losses(train_tiny(tmp_path, "name=large", "steps=4", *KERNELS))
+
+
+def test_what_a_layer_has_learnt_survives_as_plain_data(tmp_path):
+    def routing():
+        return Routing(build_ffn(FFNConfig(kind="sparse", d_ff=48, impl="triton"), 8), CPU, torch.float32)
+
+    before, after = routing(), routing()
+    (state,) = before._states
+    state.shape, state.dtype = Shape(16, 8, 48, True, 4), torch.float32
+    state.learn([1, 16, 700, 20, 30, 40, 0, 0], torch.arange(48).flip(0))
+    before._steps = 5
+    torch.save(before.state_dict(), tmp_path / "own.pt")
+    after.load_state_dict(torch.load(tmp_path / "own.pt", weights_only=True))
+    (loaded,) = after._states
+    for backward in (True, False):
+        assert torch.equal(loaded.decision.order(backward).order, state.decision.order(backward).order)
+        assert loaded.decision.room_for(16, 48, backward) == state.decision.room_for(16, 48, backward)
+    assert torch.equal(loaded.fired, state.fired) and loaded.shape == state.shape and after._steps == 5
+    after.load_state_dict(None)  # a checkpoint without any
+
+
+@pytest.mark.slow
+def test_a_resumed_sparse_run_goes_on_as_it_was(tmp_path):
+    common = (*KERNELS, "optim.schedule.horizon=6", "checkpoint.interval=3")
+    whole = train_tiny(tmp_path, "name=whole", "steps=6", *common)
+    train_tiny(tmp_path, "name=parts", "steps=3", *common)
+    parts = train_tiny(tmp_path, "name=parts", "steps=6", *common)
+    assert losses(parts) == losses(whole)
