@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from twell import parallel
 from twell.config import Config
 from twell.errors import UserError, first_line
 
@@ -51,6 +52,11 @@ def _what_helps(cfg: Config) -> str:
         flags.append("recompute=full")
     if cfg.cuda_graph != "off":
         flags.append("cuda_graph=off")
+    if parallel.world_size() > 1 and cfg.parallel.mode != "fsdp":
+        harder = "zero1" if cfg.parallel.mode == "ddp" else "fsdp"
+        flags.append(f"parallel={harder} (divides more among the GPUs)")
+    elif parallel.world_size() > 1 and not cfg.parallel.shard_gradients:
+        flags.append("parallel.shard_gradients=true")
     if not flags:
         flags.append("a smaller model.seq_len or model")
     return "try " + ", ".join(flags)
