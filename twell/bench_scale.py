@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from twell.bench_step_report import GB, print_environment, print_table
 from twell.errors import UserError
 
 LARGE = 4e9  # parameters (as the presets are called) from which a model is divided in any case
+SHORTEST_ROW = 30.0  # seconds
 FAILED_LINES = 12  # of a failed row's stderr that are kept
 
 
@@ -47,7 +49,7 @@ class Options:
     seconds: float = 4.0  # of steps that are timed, each time
     checkpoint: bool = True  # also save in the background, into a folder in `disk`, and see how long steps get
     disk: str = "."
-    minutes: float = 9.5  # rows that have not begun by then are left out
+    minutes: float = 9.5  # for all rows: the last ones are left out if it does not suffice, a running one is ended
     row_timeout: int = 240  # seconds
     dtype: str = "auto"
     compile: bool | None = None
@@ -115,14 +117,19 @@ class Running:
             env=environment, stdout=self._errors, stderr=self._errors, start_new_session=True,
         )  # fmt: skip
 
-    def ended(self) -> bool:
-        if self._process.poll() is None and time.monotonic() - self._started > self._options.row_timeout:
-            self._process.terminate()  # torchrun ends its processes, by force if it must
-            try:
-                self._process.wait(40)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
+    def ended(self, end: float) -> bool:
+        """Whether it has; at `end`, or after row_timeout, it must."""
+        if self._process.poll() is None and time.monotonic() > min(end, self._started + self._options.row_timeout):
+            self.stop()
         return self._process.poll() is not None
+
+    def stop(self) -> None:
+        """End the row: torchrun ends its processes, by force if it must."""
+        self._process.terminate()
+        try:
+            self._process.wait(40)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
 
     def result(self) -> dict:
         """What the row measured, or the last lines of what went wrong."""
@@ -131,7 +138,9 @@ class Running:
         lines = self._errors.read().splitlines()
         self._errors.close()
         if self._process.returncode == 0 and self._result.exists():
+            print(f"{self.row.name}: {record['seconds']:.0f} s", flush=True)
             return record | json.loads(self._result.read_text())
+        print(f"{self.row.name}: FAILED after {record['seconds']:.0f} s", flush=True)
         said = [line for line in lines if "Error" in line or "error:" in line][:FAILED_LINES]
         return record | {"error": said or lines[-FAILED_LINES:] or [f"exit code {self._process.returncode}"]}
 
@@ -144,30 +153,38 @@ def run(options: Options) -> None:
         raise UserError(f"ranks={options.ranks}: torch sees {available} GPUs")
     environment = measure.environment(torch.device("cuda" if on_gpu else "cpu")) | {"gpus": available if on_gpu else 0}
     print_environment(environment)
-    order = {row: i for i, row in enumerate(rows)}
-    deadline = time.monotonic() + 60 * options.minutes
-    free, running, results = list(range(max(available, max(row.ranks for row in rows)))), [], []
-    with tempfile.TemporaryDirectory() as folder:
-        while rows or running:
-            if time.monotonic() > deadline:
-                reason = f"left out: minutes={options.minutes:g} were over"
-                results += [{"row": asdict(row), "seconds": 0.0, "error": [reason]} for row in rows]
-                rows = []
-            while rows and rows[0].ranks <= len(free) and _may_share([each.row for each in running], rows[0]):
-                row = rows.pop(0)
-                running.append(Running(row, [free.pop(0) for _ in range(row.ranks)], options, Path(folder)))
-            for each in [each for each in running if each.ended()]:
-                running.remove(each)
-                free = sorted(free + each.gpus)
-                result = each.result()
-                outcome = "failed: " + result["error"][-1] if "error" in result else "done"
-                print(f"{each.row.name}: {outcome} ({result['seconds']:.0f} s)", flush=True)
-                results.append(result)
-                results.sort(key=lambda result: order[Row(**result["row"])])
-                _write(options, environment, results)
-            time.sleep(0.2)
-    _write(options, environment, results)
+    free = list(range(max(available, *(row.ranks for row in rows))))
+    results = measure_rows(rows, free, options, lambda results: _write(options, environment, results))
     report(results)
+
+
+def measure_rows(rows: list[Row], free: list[int], options: Options, note: Callable[[list[dict]], None]) -> list[dict]:
+    """Run all rows, as many at a time as the `free` GPUs allow; `note` gets the results so far."""
+    order = {row: i for i, row in enumerate(rows)}
+    end = time.monotonic() + 60 * options.minutes
+    waiting, running, results = list(rows), [], []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            while waiting or running:
+                if time.monotonic() > end - SHORTEST_ROW:
+                    reason = f"left out: too little was left of minutes={options.minutes:g}"
+                    results += [{"row": asdict(row), "seconds": 0.0, "error": [reason]} for row in waiting]
+                    waiting = []
+                while waiting and waiting[0].ranks <= len(free) and _may_share([r.row for r in running], waiting[0]):
+                    row = waiting.pop(0)
+                    running.append(Running(row, [free.pop(0) for _ in range(row.ranks)], options, Path(folder)))
+                for each in [each for each in running if each.ended(end)]:
+                    running.remove(each)
+                    free = sorted(free + each.gpus)
+                    results.append(each.result())
+                    results.sort(key=lambda result: order[Row(**result["row"])])
+                    note(results)
+                time.sleep(0.2)
+        finally:
+            for each in running:
+                each.stop()
+    note(results)
+    return results
 
 
 def _may_share(running: list[Row], row: Row) -> bool:
