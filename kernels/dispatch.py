@@ -26,7 +26,7 @@ class Rates(NamedTuple):
     flops: float = 780e12  # dense products, FLOP/s
     epilogue: float = 2.5e12  # values that the gate product packs on top of that, per second
     gather: float = 9.5e12  # weight rows out of L2 and L1, bytes/s
-    gather_far: float = 5.5e12  # the same when the weights do not fit in L2
+    gather_far: float = 8.2e12  # the same when they do not fit in L2, a piece at a time
     l2: float = 60e6  # bytes
     tiles: float = 4.6e12  # x and dy rows gathered by the weight gradients, bytes/s
     memory: float = 4.0e12  # device memory, bytes/s

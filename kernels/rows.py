@@ -243,7 +243,7 @@ def aot_cases(arch: int) -> list[AotCase]:
     signature |= {"needed": "*i64", "counted": "*i8"}
     cases = []
     for d, piece, dtype, gated in (
-        (2048, 2048, "*bf16", True), (4096, 4096, "*bf16", True), (4096, 512, "*bf16", True),
+        (2048, 2048, "*bf16", True), (4096, 4096, "*bf16", True), (4096, 1024, "*bf16", True),
         (768, 1024, "*bf16", False), (1024, 1024, "*fp32", True),
     ):  # fmt: skip
         flags = {"D": d, "DP": piece, "PIECES": -(-d // piece), "SPLIT_AT": SPLIT, "ADD": True, "GATED": gated}

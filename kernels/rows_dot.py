@@ -87,10 +87,10 @@ LEAST_PIECE = 32 if INTERPRET else 256  # dimensions
 
 def piece_of(device: torch.device, d: int, h: int, itemsize: int) -> int:
     """How many dimensions, a power of two, are gathered at a time: all if two matrices [h, d] fit in L2, else so many
-    that two pieces of them take half of it."""
+    that two pieces of them do."""
     if 2 * h * d * itemsize <= l2_bytes(device):
         return triton.next_power_of_2(d)
-    most = l2_bytes(device) // (4 * h * itemsize)
+    most = l2_bytes(device) // (2 * h * itemsize)
     return max(LEAST_PIECE, 1 << max(0, most.bit_length() - 1))
 
 

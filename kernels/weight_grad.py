@@ -109,7 +109,7 @@ def weight_grad(
     bd, bk, warps, stages = _config(capability(x.device), x.dtype)
     n_tiles = triton.cdiv(n_cold, TILE)
     values = tiles.inner.nbytes + tiles.hidden.nbytes
-    group = max(1, min(n_tiles, n_tiles * l2_bytes(x.device) // (2 * values + 1)))
+    group = max(1, min(n_tiles, n_tiles * l2_bytes(x.device) // (4 * values + 1)))
     grid = (n_tiles * triton.cdiv(d, bd) * 2,)
     weight_grad_kernel[grid](
         tiles.inner, tiles.hidden, x, dy, tiles.tokens, tiles.offsets, order, dw_up if dw_gate is None else dw_gate,

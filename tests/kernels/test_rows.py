@@ -26,8 +26,8 @@ def test_weights_beyond_the_cache_are_gathered_in_pieces(monkeypatch):
     monkeypatch.setattr("kernels.rows_dot.l2_bytes", lambda _: 60 << 20)
     monkeypatch.setattr("kernels.rows_dot.LEAST_PIECE", 256)
     assert piece_of(device, 2048, 5632, 2) == 2048
-    assert piece_of(device, 3072, 8192, 2) == 512
-    assert piece_of(device, 4096, 14336, 2) == 512
+    assert piece_of(device, 3072, 8192, 2) == 1024
+    assert piece_of(device, 4096, 14336, 2) == 1024
     assert piece_of(device, 8192, 100_000, 2) == 256
 
 
