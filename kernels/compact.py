@@ -9,7 +9,7 @@ from run to run; what it holds, and therefore every result, does not.
 
 The same pass, which is the only one that sees every non-zero, also
   - counts how often each neuron fired on counted tokens,
-  - marks which (tile of 64 cold neurons, token) pairs are occupied, for the weight gradients,
+  - marks which (tile of cold neurons, token) pairs are occupied, for the weight gradients,
   - cuts the cold part of long rows in segments of `SPLIT` entries, so that no program waits for one heavy token.
 
 Nothing is ever dropped silently: a row that does not fit is left empty, and `needed` says what would have fitted.

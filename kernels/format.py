@@ -7,7 +7,7 @@ and serves tests, tools and inspection, not the training step.
     TileBitmap    what the gate product can write from its epilogue at no cost: one occupancy word per 32 columns
     TwELL         tile-wise ELLPACK, the layout of arXiv 2603.23198: a tile's non-zeros packed beside their count
     PackedRows    per token a list of (neuron, value): what the row products read
-    NeuronTiles   per 64 neurons the tokens that touch them and dense blocks: what the weight gradients read
+    NeuronTiles   per tile of 32 neurons the tokens that touch them and dense blocks: what the weight gradients read
 
 Every format converts to every other through `Entries`, the plain coordinate list:
 
@@ -25,6 +25,8 @@ from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
+
+from kernels.order import TILE
 
 OFFSETS = (torch.int32, torch.int64)
 
@@ -272,7 +274,7 @@ class PackedRows:
 
 @dataclass(frozen=True)
 class NeuronTiles:
-    """Per tile of 64 neurons the tokens that touch it, and for each of them a dense block of 64 values.
+    """Per tile of TILE neurons the tokens that touch it, and for each of them a dense block of TILE values.
 
     The tile is what one matrix product of the weight gradients owns. `order` decides which neurons share a tile (by
     default as numbered; by firing frequency or co-activation the lists get shorter). Drawn with tiles of 3 and
@@ -282,17 +284,17 @@ class NeuronTiles:
                                 tokens   0      1      1
                                 values  b a c  e . .  d . .       . = 0, stored
 
-    Tile i owns neurons order[64 i : 64 i + 64] and tokens offsets[i] : offsets[i + 1], by rising token. A last, partial
-    tile keeps zeros in its unused columns. A stored zero is not told from an absent entry: `entries` gives non-zeros.
-    Running over: offsets[-1] exceeds the buffer.
+    Tile i owns neurons order[TILE i : TILE i + TILE] and tokens offsets[i] : offsets[i + 1], by rising token. A last,
+    partial tile keeps zeros in its unused columns. A stored zero is not told from an absent entry: `entries` gives
+    non-zeros. Running over: offsets[-1] exceeds the buffer.
     """
 
-    TILE: ClassVar[int] = 64
+    TILE: ClassVar[int] = TILE
 
     order: Tensor  # int32 [h], a permutation: position -> neuron
     offsets: Tensor  # int64, or int32 where the capacity allows it, [tiles + 1]
     tokens: Tensor  # int32 [capacity]
-    values: Tensor  # [capacity, 64]
+    values: Tensor  # [capacity, TILE]
     n: int
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@
     by frequency    descending firing rate: the hot neurons first, rare ones with rare ones, dead ones last
     co-activation   inside the cold part, neurons that fire on the same tokens side by side
 
-Any order gives the same result; a good one lets a tile of 64 neurons be touched by fewer tokens.
+Any order gives the same result; a good one lets a tile of neurons be touched by fewer tokens.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-TILE = 64  # neurons per tile of the weight gradients
+TILE = 32  # neurons per tile of the weight gradients
 
 
 class Order(NamedTuple):
@@ -30,7 +30,7 @@ class Order(NamedTuple):
 
 
 def make_order(order: Tensor, n_hot: int) -> Order:
-    """`order` int [h], any permutation of the neurons; n_hot a multiple of 64 or h."""
+    """`order` int [h], any permutation of the neurons; n_hot a multiple of TILE or h."""
     h = order.shape[0]
     device = order.device
     rank_of = torch.empty(h, dtype=torch.int32, device=device)

@@ -1,10 +1,10 @@
-"""Plan: which tokens touch each tile of 64 cold neurons, and where each (tile, token) block of values lies.
+"""Plan: which tokens touch each tile of cold neurons, and where each (tile, token) block of values lies.
 
     occupied int8 [tiles, n]  ->  tokens int32 [B], offsets int32 [tiles + 1], slot int32 [tiles, n]
 
 tokens[offsets[i] : offsets[i + 1]] are the tokens of tile i, ascending; slot[i, t] is the place of token t in `tokens`
-(undefined where the tile is not occupied). The two value blocks that rows.py fills, one row of 64 (or 128) values for
-each slot, are cleared here, because only this stage knows which part of them is in use.
+(undefined where the tile is not occupied). The two value blocks that rows.py fills, one row of TILE (or twice as many)
+values for each slot, are cleared here, because only this stage knows which part of them is in use.
 
 Two kernels over the same grid (tile, block of tokens): count, then place. A program of the second adds up the counts
 before its own block itself: that is a few thousand integers out of L2, cheaper than another launch for a scan.
@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from kernels.aot import AotCase
+from kernels.order import TILE
 from kernels.room import PER
 from kernels.summary import Seen, note_room
 
@@ -29,8 +30,8 @@ class NeuronTiles(NamedTuple):
     tokens: torch.Tensor  # int32 [B]
     offsets: torch.Tensor  # int32 [tiles + 1]; offsets[tiles] may exceed the capacity B, which is the overflow test
     slot: torch.Tensor  # int32 [tiles, n]
-    inner: torch.Tensor  # [B, 128] gradients of gate | up pre-activations (gated), [B, 64] of the one (non-gated)
-    hidden: torch.Tensor  # [B, 64] activations
+    inner: torch.Tensor  # [B, 2 TILE] gradients of gate | up pre-activations (gated), [B, TILE] of the one (non-gated)
+    hidden: torch.Tensor  # [B, TILE] activations
 
 
 @triton.jit
@@ -115,7 +116,15 @@ def aot_cases(arch: int) -> list[AotCase]:
         "inner": "*bf16",
     }
     signature |= {"hidden": "*bf16", "numbers": "*i64", "n": "i32", "capacity": "i32"}
-    place = {"COUNTS": 1024, "B": BLOCK, "INNER": 128, "HIDDEN": 64, "CLEAR": 32, "PER_TOKENS": PER, "NOTE": True}
+    place = {
+        "COUNTS": 1024,
+        "B": BLOCK,
+        "INNER": 2 * TILE,
+        "HIDDEN": TILE,
+        "CLEAR": 32,
+        "PER_TOKENS": PER,
+        "NOTE": True,
+    }
     cases = [(plan_count_kernel, {"B": BLOCK}), (plan_place_kernel, place)]
     return [
         AotCase(

@@ -5,7 +5,8 @@
 
 The cost is the bytes of the gathered rows, which come out of L2: linear in the number of entries. Weights that L2
 cannot hold are gathered in pieces: all tokens for some hundred dimensions, then all tokens for the next, so that the
-pieces in use stay in the cache. The dot products come from rows_dot.py then.
+pieces in use stay in the cache. The dot products come from rows_dot.py then. The tokens' own rows, each used once, are
+the first to leave the cache.
 
 Rows with more than SPLIT cold entries are cut in segments that work alone and leave fp32 partial sums; another kernel
 adds those in their fixed order, so the result does not depend on which finished first. Segments come first in the
@@ -48,10 +49,11 @@ def _write(acc, out, partial, pid, t, d, changes, is_segment, writes, D: tl.cons
         at = out + t.to(tl.int64) * D + d
         if ADD:
             mask = d < tl.where(changes, D, 0)
-            acc += tl.load(at, mask=mask, other=0.0).to(tl.float32)
-            tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
+            acc += tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            tl.store(at, acc.to(out.dtype.element_ty), mask=mask, eviction_policy="evict_first")
         else:
-            tl.store(at, acc.to(out.dtype.element_ty), mask=d < tl.where(writes, D, 0))
+            mask = d < tl.where(writes, D, 0)
+            tl.store(at, acc.to(out.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -69,7 +71,9 @@ def rows_forward_kernel(
     d = piece * DP + tl.arange(0, DP)
     in_row = d < D
     if GATED and PIECES == 1:
-        xt = tl.load(x + t.to(tl.int64) * D + d, mask=d < tl.where(length > 0, D, 0), other=0.0).to(tl.float32)
+        xt = tl.load(
+            x + t.to(tl.int64) * D + d, mask=d < tl.where(length > 0, D, 0), other=0.0, eviction_policy="evict_first"
+        ).to(tl.float32)
     acc = tl.zeros((DP,), tl.float32)
     total = tl.zeros((), tl.float32)
     for s in tl.range(0, length, J, num_stages=STAGES):
@@ -116,7 +120,9 @@ def rows_backward_kernel(
     d = piece * DP + tl.arange(0, DP)
     in_row = d < D
     if PIECES == 1:
-        dyt = tl.load(dy + t.to(tl.int64) * D + d, mask=d < tl.where(length > 0, D, 0), other=0.0).to(tl.float32)
+        dyt = tl.load(
+            dy + t.to(tl.int64) * D + d, mask=d < tl.where(length > 0, D, 0), other=0.0, eviction_policy="evict_first"
+        ).to(tl.float32)
     penalty = tl.load(dl1).to(tl.float32)
     if COUNTED:
         penalty = tl.where(tl.load(counted + t) != 0, penalty, 0.0)

@@ -60,7 +60,8 @@ def rows_dot_kernel(
         pid, start, count, hot, segment_row, segment_first, needed, segments, SPLIT_AT
     )
     d = piece * DP + tl.arange(0, DP)
-    xt = tl.load(x + t.to(tl.int64) * D + d, mask=d < tl.where(length > 0, D, 0), other=0.0).to(tl.float32)
+    mask = d < tl.where(length > 0, D, 0)
+    xt = tl.load(x + t.to(tl.int64) * D + d, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     dots += piece * entries.to(tl.int64)
     for s in tl.range(0, length, J, num_stages=STAGES):
         j = s + tl.arange(0, J)

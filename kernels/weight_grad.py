@@ -1,7 +1,10 @@
-"""Weight gradients of the cold neurons: for each tile of 64, tensor-core products over the tokens that touch it.
+"""Weight gradients of the cold neurons: for each tile of 32, tensor-core products over the tokens that touch it.
 
-    [dgate | dup] [tokens of the tile, 128]^T x[tokens]   ->  rows of dw_gate and dw_up
-    a             [tokens of the tile, 64]^T  dy[tokens]  ->  rows of dw_down
+    x[tokens]^T   [dgate | dup] [tokens of the tile, 64]  ->  rows of dw_gate and dw_up, transposed
+    dy[tokens]^T  a             [tokens of the tile, 32]  ->  rows of dw_down, transposed
+
+A token fires one or two neurons of a tile it touches, so these products are mostly zeros and small tiles waste less.
+They are transposed because the tensor cores take any multiple of 8 columns, but 64 rows at a time.
 
 x and dy are gathered a block of token rows at a time. The cost follows the union of the tokens of a tile, which is
 why the order of the neurons matters: tiles of neurons that fire together, or that both fire rarely, touch few tokens.
@@ -28,8 +31,8 @@ def _product(
     blocks, source, tokens, begin, end, d, D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """blocks[begin:end]^T source[tokens[begin:end]], fp32 [M, BD]."""
-    acc = tl.zeros((M, BD), tl.float32)
+    """source[tokens[begin:end]]^T blocks[begin:end], fp32 [BD, M]."""
+    acc = tl.zeros((BD, M), tl.float32)
     m = tl.arange(0, M)
     for s in range(begin, end, BK):
         k = s + tl.arange(0, BK)
@@ -37,18 +40,18 @@ def _product(
         token = tl.load(tokens + k, mask=live, other=0).to(tl.int64)
         v = tl.load(blocks + k[:, None].to(tl.int64) * M + m[None, :], mask=live[:, None], other=0.0)
         x = tl.load(source + token[:, None] * D + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
-        acc = tl.dot(tl.trans(v), x, acc, input_precision=PRECISION)
+        acc = tl.dot(tl.trans(x), v, acc, input_precision=PRECISION)
     return acc
 
 
 @triton.jit
 def _store(acc, out, order, n_cold, d, first, D: tl.constexpr, M: tl.constexpr, TILE_SIZE: tl.constexpr):
-    """Rows first .. first + TILE_SIZE of acc [M, BD] -> rows order[0 .. TILE_SIZE] of `out`."""
+    """Columns first .. first + TILE_SIZE of acc [BD, M] -> rows order[0 .. TILE_SIZE] of `out`."""
     rank = tl.arange(0, M) - first
     live = (rank >= 0) & (rank < tl.minimum(n_cold, TILE_SIZE))
     neuron = tl.load(order + rank, mask=live, other=0).to(tl.int64)
     at = neuron[:, None] * D + d[None, :]
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
+    tl.store(out + at, tl.trans(acc).to(out.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
 
 
 @triton.jit(do_not_specialize=["group"])
@@ -88,7 +91,7 @@ def _config(arch: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     if dtype == torch.float32:
         return 64, 32, 8, 2
     if arch in (80, 90, 100):
-        return 128, 64, 8, 5
+        return 128, 64, 4, 4
     return 128, 32, 4, 3
 
 

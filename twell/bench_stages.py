@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.format import Entries, NeuronTiles
+from kernels.order import TILE
 from twell.measure import Ceilings
 
 SECTOR = 32  # bytes, the smallest piece of device memory that moves
@@ -40,7 +41,7 @@ class Work:
     n_hot: int
     entries: float  # non-zeros
     cold: float  # of these, the ones of cold neurons
-    blocks: float  # (tile of 64 cold neurons, token) pairs
+    blocks: float  # (tile of cold neurons, token) pairs
 
 
 def work_of(x: Tensor, weights: Iterable[Tensor | None], order: Tensor, n_hot: int) -> Work:
@@ -62,7 +63,7 @@ def floors(work: Work, dense: bool, dots: bool) -> dict[str, dict[str, float]]:
     read or written alone moves a whole sector.
     """
     n, d, h, size = work.n, work.d, work.h, work.itemsize
-    row, words, tile = d * size, n * -(-h // 32) * 4, 64 * size
+    row, words, tile = d * size, n * -(-h // 32) * 4, TILE * size
     inner = 2 if work.gated else 1  # weight matrices before the activation
     entry = 4 + size  # a neuron's number and a value
     if dense:
@@ -74,7 +75,7 @@ def floors(work: Work, dense: bool, dots: bool) -> dict[str, dict[str, float]]:
     return {
         "gate": {"flops": 2 * n * d * h, "memory_bytes": (n + h) * row + words + work.entries * SECTOR},
         "compact": {"memory_bytes": words + work.entries * (SECTOR + entry)},
-        "plan": {"memory_bytes": n * -(-(h - work.n_hot) // 64) + work.blocks * (4 + tile * (1 + inner))},
+        "plan": {"memory_bytes": n * -(-(h - work.n_hot) // TILE) + work.blocks * (4 + tile * (1 + inner))},
         "rows dot": {"gathered_bytes": work.cold * inner * row, "memory_bytes": 2 * n * row + 2 * work.cold * entry},
         "rows forward": {
             "gathered_bytes": work.cold * (inner - apart * (inner - 1)) * row,
@@ -85,7 +86,7 @@ def floors(work: Work, dense: bool, dots: bool) -> dict[str, dict[str, float]]:
             "memory_bytes": 2 * n * row + work.cold * (entry + size + (1 + inner) * SECTOR),
         },
         "weight gradients": {
-            "flops": 2 * work.blocks * 64 * d * (1 + inner),
+            "flops": 2 * work.blocks * TILE * d * (1 + inner),
             "memory_bytes": h * row * (1 + inner) + work.blocks * tile * (1 + inner),
             "gathered_bytes": work.blocks * 2 * row,
         },

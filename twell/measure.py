@@ -14,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 MB = 1e6
-SETTLE = 0.015  # seconds
+SETTLE, REST = 0.015, 0.03  # seconds
 CACHE = 1 << 28  # bytes, more than any cache holds
 
 
@@ -58,9 +58,10 @@ def alternate(
     """Time contender(i) for i in range(batches), all contenders taking turns in each of `rounds` rounds.
 
     Taking turns lets drifts touch all alike; several batches keep one's data from staying in the caches. On a GPU this
-    follows `triton.testing.do_bench`: a turn begins with `SETTLE` of untimed calls, because the clock depends on the
-    power that the work before drew, and each timed call begins with an empty cache, as a layer of a model finds it.
-    Nothing waits between calls: the host runs ahead, as it does in training, and events time the device.
+    follows `triton.testing.do_bench`: a turn begins with `SETTLE` of untimed calls, and each timed call begins with an
+    empty cache, as a layer of a model finds it. Nothing waits between calls: the host runs ahead, as it does in training,
+    and events time the device. Before each turn the GPU has a `REST`: it lowers its clock under the power that dense
+    products draw, and whoever came after them would be timed at that clock.
     """
     for contender in contenders.values():
         for i in range(batches * warmup):
@@ -71,6 +72,7 @@ def alternate(
     spans = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, contender in contenders.items():
+            _rest(device)
             for i in range(settling[name]):
                 contender(i % batches)
             for i in range(batches):
@@ -127,6 +129,12 @@ def _host_time(contender: Callable[[int], object], batches: int, device: torch.d
         contender(i)
         times.append(1e3 * (time.perf_counter() - start))
     return statistics.median(times)
+
+
+def _rest(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        time.sleep(REST)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels import compact
 from kernels.compact import PackedRows, RowsShape
-from kernels.order import Order, make_order
+from kernels.order import TILE, Order, make_order
 
 
 def random_activation(n: int, h: int, density: float, device: torch.device, seed: int = 0) -> Tensor:
@@ -40,7 +40,7 @@ def pack(dense: Tensor, n_hot: int = 0, room: int | None = None, segments: int |
     permutation = torch.randperm(h, generator=torch.Generator().manual_seed(1)).to(dense.device)
     order = make_order(permutation, n_hot)
     shape = RowsShape(
-        n, h, -(-(h - n_hot) // 64), n * h if room is None else room, n * h if segments is None else segments, True
+        n, h, -(-(h - n_hot) // TILE), n * h if room is None else room, n * h if segments is None else segments, True
     )
     words, scratch = bitmap(dense)
     _, rows = compact.compact(words, scratch, order.hot_words, order.rank_of, n_hot, shape, counted)

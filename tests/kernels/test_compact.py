@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from kernels.compact import SPLIT
+from kernels.order import TILE
 from tests.kernels.stages import pack, random_activation, unpack
 
 
@@ -26,8 +27,8 @@ def test_hot_entries_come_first_and_both_parts_ascend(device):
 def test_occupied_tiles(device):
     packed = pack(random_activation(10, 300, 0.02, device), n_hot=64)
     cold = packed.dense[:, packed.order.cold.long()]
-    padded = torch.nn.functional.pad(cold, (0, -cold.shape[1] % 64))
-    expected = (padded.view(10, -1, 64) != 0).any(2).T
+    padded = torch.nn.functional.pad(cold, (0, -cold.shape[1] % TILE))
+    expected = (padded.view(10, -1, TILE) != 0).any(2).T
     assert torch.equal(packed.rows.occupied.bool(), expected)
 
 

@@ -190,9 +190,9 @@ def test_tiles_in_a_given_order():
     tiles = pack(NeuronTiles, dense, order=order)
     tiles.check()
     assert torch.equal(tiles.entries().dense(), dense)
-    for i in range(3):
+    for i in range(-(-h // NeuronTiles.TILE)):
         tokens = tiles.tokens[tiles.offsets[i] : tiles.offsets[i + 1]].long()
-        owned = dense[:, order[64 * i : 64 * i + 64].long()]
+        owned = dense[:, order[NeuronTiles.TILE * i : NeuronTiles.TILE * (i + 1)].long()]
         assert torch.equal(tokens, owned.any(1).nonzero()[:, 0])
         block = tiles.values[tiles.offsets[i] : tiles.offsets[i + 1], : owned.shape[1]]
         assert torch.equal(block, owned[tokens])
@@ -209,7 +209,7 @@ def test_tiles_report_running_over():
 
 def test_tiles_check_finds_broken_contents():
     tiles = pack(NeuronTiles, random_matrix(4, 70, 0.5))
-    tiles.values[int(tiles.offsets[1]), 63] = 1
+    tiles.values[int(tiles.offsets[-2]), -1] = 1
     with pytest.raises(ValueError, match="beyond h=70"):
         tiles.check()
     tiles = pack(NeuronTiles, random_matrix(4, 70, 1.0))

@@ -1,6 +1,6 @@
 import torch
 
-from kernels.order import by_coactivation, by_frequency, make_order, natural, unpack_words
+from kernels.order import TILE, by_coactivation, by_frequency, make_order, natural, unpack_words
 
 
 def test_an_order_and_its_inverse(device):
@@ -32,7 +32,7 @@ def test_coactivation_puts_neurons_of_the_same_tokens_in_one_tile():
     assert order[0] == 0 and torch.equal(order.sort().values, torch.arange(h))
 
     def touched(order):
-        return torch.nn.functional.pad(pattern[:, order[1:]], (0, 1)).view(m, -1, 64).any(2).sum().item()
+        return torch.nn.functional.pad(pattern[:, order[1:]], (0, 1)).view(m, -1, TILE).any(2).sum().item()
 
     assert touched(order) < 0.5 * touched(by_frequency(pattern.sum(0)))
 

@@ -7,7 +7,7 @@ from kernels.summary import Seen
 
 
 def new_seen(device: torch.device) -> Seen:
-    return Seen(torch.zeros(7, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int32, device=device))
+    return Seen(torch.zeros(8, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int32, device=device))
 
 
 @pytest.mark.parametrize("tiles, n, density", [(1, 1, 1.0), (3, 70, 0.3), (5, 40, 0.0), (2, 33, 1.0)])

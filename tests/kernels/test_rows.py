@@ -3,6 +3,7 @@ import torch
 
 from kernels import rows
 from kernels.compact import SPLIT
+from kernels.order import TILE
 from kernels.plan import plan
 from kernels.rows_dot import piece_of
 from tests.kernels.stages import pack, random_activation
@@ -63,7 +64,7 @@ def test_backward(gated, d, device):
     up = x @ w_up.T if gated else torch.ones_like(dense)
     if gated:
         rows.forward(x, w_up, w_down, packed.rows, torch.empty_like(x), False, None, torch.empty(6, device=device))
-    tiles = plan(packed.rows.occupied, 6 * 4, 128 if gated else 64, 64, x.dtype, None)
+    tiles = plan(packed.rows.occupied, 6 * -(-200 // TILE), 2 * TILE if gated else TILE, TILE, x.dtype, None)
     dl1, dx = torch.tensor(0.3, device=device), torch.empty_like(x)
     order = packed.order
     rows.backward(
@@ -75,13 +76,13 @@ def test_backward(gated, d, device):
     d_gate, d_up = (da * up, da * dense) if gated else (None, da)
     expected = d_up @ w_up + (d_gate @ w_gate if gated else 0)
     torch.testing.assert_close(dx, expected, rtol=1e-4, atol=1e-3)
-    blocks = {"hidden": (tiles.hidden, a), "last": (tiles.inner[:, -64:], d_up)}
+    blocks = {"hidden": (tiles.hidden, a), "last": (tiles.inner[:, -TILE:], d_up)}
     if gated:
-        blocks["gate"] = (tiles.inner[:, :64], d_gate)
+        blocks["gate"] = (tiles.inner[:, :TILE], d_gate)
     offsets = tiles.offsets.tolist()
     for values, matrix in blocks.values():
-        in_order = torch.nn.functional.pad(matrix[:, order.order.long()], (0, 256 - 200))
-        for tile in range(4):
+        in_order = torch.nn.functional.pad(matrix[:, order.order.long()], (0, -200 % TILE))
+        for tile in range(-(-200 // TILE)):
             slots = slice(offsets[tile], offsets[tile + 1])
-            expected = in_order[tiles.tokens[slots].long(), 64 * tile : 64 * tile + 64]
+            expected = in_order[tiles.tokens[slots].long(), TILE * tile : TILE * tile + TILE]
             torch.testing.assert_close(values[slots], expected, rtol=1e-4, atol=1e-3)
