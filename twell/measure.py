@@ -59,7 +59,7 @@ def alternate(
 
     Taking turns lets drifts touch all alike; several batches keep one's data from staying in the caches. On a GPU this
     follows `triton.testing.do_bench`: a turn begins with `SETTLE` of untimed calls, and each timed call begins with an
-    empty cache, as a layer of a model finds it. Nothing waits between calls: the host runs ahead, as it does in training,
+    empty cache, as a layer of a model finds it. Nothing waits between calls: the host runs ahead, as in training,
     and events time the device. Before each turn the GPU has a `REST`: it lowers its clock under the power that dense
     products draw, and whoever came after them would be timed at that clock.
     """
