@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from twell import parallel
 from twell.bench_scale import Options, Row, is_large
+from twell.bench_step import COUNTED
 from twell.bench_step_measure import synchronize
 from twell.bench_step_model import ModelOptions, Setup
 from twell.bench_step_parts import Widths, time_by_part
@@ -28,6 +29,7 @@ from twell.parallel import Ranks
 from twell.routing import Routing
 from twell.saver import Saver
 from twell.sharded import ShardedWeights
+from twell.sparsity import SparsityMeter
 from twell.step import Step
 from twell.tracking import peak_flops
 from twell.weights import Weights
@@ -70,6 +72,8 @@ class Training:
         n_layers = setup.cfg.model.n_layers
         coef = 0.0 if row.variant.startswith("dense") else setup.cfg.ffn.l1.coef
         self._l1_weight = torch.full((n_layers,), coef / n_layers, device=ranks.device)
+        self._meter = SparsityMeter(n_layers, setup.cfg.ffn.d_ff, setup.cfg.model.seq_len, ranks.device)
+        self._count = self._meter.add if row.variant in COUNTED else None  # as in training
 
     @property
     def micro_tokens(self) -> int:
@@ -86,10 +90,12 @@ class Training:
             batch_tokens=n_micro * self.micro_tokens * self.ranks.world_size,
             clip=self.setup.cfg.optim.clip,
             overflowed=self.routing.overflowed,
+            count=self._count,
         )
 
         def take() -> None:
             while True:
+                self._meter.drop()
                 step.gradients(batches)
                 word = step.finish()
                 if not word.overflowed:
@@ -99,6 +105,7 @@ class Training:
                 raise RuntimeError("the loss or the gradient norm is not finite")
             before_update()
             step.update()
+            self._meter.accept()
 
         return take
 
@@ -111,8 +118,7 @@ class Training:
             take()
             synchronize(self.ranks.device)
             seconds.append(time.perf_counter() - started)
-            more = len(seconds) < 3 or time.perf_counter() < until
-            if not parallel.from_main(more):
+            if not parallel.from_main(time.perf_counter() < until):
                 return parallel.from_main(statistics.median(seconds))
 
 
@@ -136,7 +142,6 @@ def train(row: Row, options: Options, ranks: Ranks) -> dict:
     for name, n_micro in (("weak", WEAK), ("one", 1), ("strong", options.strong_tokens // n_tokens)):
         if n_micro > 0:
             take = training.step(n_micro)
-            take()
             seconds = training.time(take, options.seconds)
             steps[name] = {"n_micro": n_micro, "ms": 1e3 * seconds, "tokens_per_second": n_micro * n_tokens / seconds}
     peak, model = peak_flops(ranks.device), training.model
