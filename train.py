@@ -150,6 +150,7 @@ def train(cfg: Config, closing: ExitStack) -> None:
     log(
         f"{steps} steps of {cfg.batch.tokens:,} tokens = {ranks.world_size} ranks x {n_micro} micro-batches x "
         f"{cfg.batch.micro} sequences x {cfg.model.seq_len}, on {ranks.device.type} in {compute_dtype}"
+        + (f", {cfg.parallel.mode}" if ranks.world_size > 1 else "")
     )
     if cfg.forced_nnz is not None:
         log(f"forced_nnz={cfg.forced_nnz}: only speed means anything: the learning rate is 0, and nothing is saved")

@@ -62,6 +62,10 @@ def start(device: str, timeout: int = 600) -> Ranks:
     use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if use_cuda:
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"LOCAL_RANK={local_rank}: torch sees {torch.cuda.device_count()} GPUs; start fewer processes"
+            )
         torch.cuda.set_device(local_rank)
     place = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if "RANK" in os.environ and not dist.is_initialized():
