@@ -15,8 +15,8 @@ from twell.config import CONFIG_DIR, ConfigError, register
 from twell.errors import UserError
 from twell.export import ExportConfig, export
 from twell.generate import load_run
-from twell.hf_config import InterchangeError
-from twell.hf_tokenizer import save_hf_tokenizer
+from twell.hf.config import InterchangeError
+from twell.hf.tokenizer import save_hf_tokenizer
 from twell.import_hf import ImportConfig, import_hf, main
 
 transformers = pytest.importorskip("transformers", reason="needs the extra `export`")
