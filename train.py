@@ -13,6 +13,7 @@ command started again continues it.
 import math
 from contextlib import ExitStack
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -37,7 +38,7 @@ from twell.neurons import DeadNeurons
 from twell.optim import Schedule, build_optimizer, optimizer_state, set_lr
 from twell.profiling import Profiler
 from twell.routing import Routing
-from twell.run import Progress, describe_run, open_run, run_name
+from twell.run import Progress, describe_run, open_run, run_name, start_from
 from twell.saver import Saver
 from twell.sharded import ShardedWeights, copy_rows, gathered
 from twell.sparsity import SparsityMeter
@@ -136,6 +137,9 @@ def train(cfg: Config, closing: ExitStack) -> None:
         weights.refresh()
         loader.load_state_dict(resumed["loader"])
         routing.load_state_dict(checkpoint.load_own(run, at.step, ranks.rank))
+    elif cfg.init is not None:
+        start_from(Path(cfg.init), weights.state(), tokenizer)
+        weights.refresh()
     if ranks.is_main:
         describe_run(run, cfg, tokenizer)
 
@@ -150,11 +154,14 @@ def train(cfg: Config, closing: ExitStack) -> None:
     log(
         f"{steps} steps of {cfg.batch.tokens:,} tokens = {ranks.world_size} ranks x {n_micro} micro-batches x "
         f"{cfg.batch.micro} sequences x {cfg.model.seq_len}, on {ranks.device.type} in {compute_dtype}"
+        + (f", {cfg.parallel.mode}" if ranks.world_size > 1 else "")
     )
     if cfg.forced_nnz is not None:
         log(f"forced_nnz={cfg.forced_nnz}: only speed means anything: the learning rate is 0, and nothing is saved")
     if resumed:
         log(f"resuming from step {at.step}")
+    elif cfg.init is not None:
+        log(f"starting from the weights of {cfg.init}")
     if horizon * per_unit != steps * cfg.batch.tokens:
         log(f"the schedule ends at {horizon} {cfg.optim.schedule.unit}; optim.schedule.horizon=N changes that")
     reference = resumed["reference"] if resumed else None

@@ -57,7 +57,8 @@ def prepare(cfg: DataConfig, *, val_tokens: int = 1 << 20, log: Callable[[str], 
             "tokenizer stored beside them; use bytes, bpe or a tiktoken encoding such as gpt2"
         )
     source = open_source(cfg)
-    folder = Path(cfg.dir) / f"{cfg.name}-{cfg.tokenizer}-{_fingerprint(cfg, source, val_tokens)}"
+    label = cfg.tokenizer.strip("./").replace("/", "_")  # of a folder, too
+    folder = Path(cfg.dir) / f"{cfg.name}-{label}-{_fingerprint(cfg, source, val_tokens)}"
     built = None
     try:
         if not (folder / META).exists():
@@ -90,6 +91,7 @@ def _ready_made(cfg: DataConfig) -> PreparedData:
 def _fingerprint(cfg: DataConfig, source: Source, val_tokens: int) -> str:
     settings = [LAYOUT, source.describe(), cfg.tokenizer, cfg.val_fraction, cfg.shard_tokens]
     settings += [cfg.bpe_vocab_size] if cfg.tokenizer == "bpe" else []
+    settings += [load_tokenizer(cfg.tokenizer).identity] if "/" in cfg.tokenizer else []
     settings += [val_tokens] if cfg.streaming else []
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:12]
 

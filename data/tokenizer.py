@@ -144,14 +144,16 @@ def utf8(text: str) -> bytes:
 
 
 def make_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that needs no training: `bytes`, or the tiktoken encoding of that name."""
+    """The tokenizer that needs no training: `bytes`, the tiktoken encoding of that name, or the one in that folder."""
     if name == "bytes":
         return ByteTokenizer()
+    if "/" in name:
+        return load_tokenizer(name)
     import tiktoken
 
     if name not in tiktoken.list_encoding_names():
         known = ", ".join(["bytes", "bpe", *tiktoken.list_encoding_names()])
-        raise DataError(f"data.tokenizer={name} is unknown; choose one of {known}")
+        raise DataError(f"data.tokenizer={name} is unknown; choose one of {known}, or a folder, written with a /")
     try:
         encoding = tiktoken.get_encoding(name)
     except OSError as error:  # requests' exceptions are OSErrors

@@ -101,7 +101,7 @@ class DataConfig:
     hf_split: str = "train"
     streaming: bool = False  # hf: tokenize on the fly instead of preparing shards first
     # bytes | a tiktoken encoding (gpt2, cl100k_base, ...) | bpe (trained on the source) | stored (shards: the one
-    # that lies beside them)
+    # that lies beside them) | a folder with a tokenizer, such as runs/NAME/tokenizer
     tokenizer: str = "bytes"
     bpe_vocab_size: int = 16384  # tokenizer=bpe: size of the vocabulary, end-of-text token included
     val_fraction: float = 0.01  # share of documents held out, chosen by the hash of their text
@@ -204,6 +204,8 @@ class Config:
     seed: int = 1337
     steps: int | None = None  # length of the run in optimizer steps
     tokens: int | None = None  # length of the run in tokens, rounded up to whole steps; overrides `steps`
+    # A run of the same shape whose newest weights a new run starts from, e.g. an imported model; null = random weights
+    init: str | None = None
     resume: str = "auto"  # auto = continue the run if it has a checkpoint; never = start over, keeping the old folder
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto = bf16 on a GPU, fp32 on CPU; bf16 | fp32. Master weights are always fp32

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from twell.arguments import parse_arguments, run_command
 from twell.errors import UserError, first_line
-from twell.tracking import _has_wandb_key
+from twell.tracking import has_wandb_key
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
@@ -144,7 +144,7 @@ def main(arguments: Sequence[str]) -> None:
     built = build(cfg, cfg.entity or "")
     n_panels = sum(len(section.panels) for section in built.sections)
     print(f"built {cfg.name!r} for project {cfg.project}: {n_panels} panels in {len(built.sections)} sections")
-    if not _has_wandb_key():
+    if not has_wandb_key():
         raise UserError("not uploaded: no wandb key is configured; run `wandb login`, then the same command again")
     addresses = Path(cfg.out) / "dashboards.json"
     known = json.loads(addresses.read_text()) if addresses.exists() else {}

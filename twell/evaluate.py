@@ -176,7 +176,7 @@ def _to_wandb(run: Path, trained: Config, meta: dict[str, Any], results: dict[st
     """Add the numbers to the summary of the run's wandb entry, as eval/DATA_OR_TASK/METRIC, if there is one."""
     if meta["wandb_id"] is None:
         return
-    handle = tracking._start_wandb(trained, run, meta["wandb_id"], print)
+    handle = tracking.start_wandb(trained, run, meta["wandb_id"], print)
     if handle is None:
         return
     numbers = results["validation"] | results["tasks"]

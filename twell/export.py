@@ -6,7 +6,7 @@
 
 DIR holds config.json, generation_config.json, the weights as safetensors, the tokenizer, a model card, and twell/, the
 tokenizer as the trainer stores it. Rows that pad the vocabulary are left out. Which model becomes which architecture is
-written in twell/hf_config.py. Keys are the fields of `ExportConfig`.
+written in twell/hf/config.py. Keys are the fields of `ExportConfig`.
 """
 
 import importlib.util
@@ -27,11 +27,11 @@ from twell.config import Config, ConfigError
 from twell.errors import UserError
 from twell.evaluate import checkpoint_config, compute_densely, evaluation_data
 from twell.generate import device_named, load_run
-from twell.hf_card import model_card, run_numbers
-from twell.hf_config import InterchangeError, layout_of, to_hf_config
-from twell.hf_prune import count_firing, neurons_to_keep, prune
-from twell.hf_tokenizer import OWN_TOKENIZER, save_hf_tokenizer
-from twell.hf_weights import to_hf
+from twell.hf.card import model_card, run_numbers
+from twell.hf.config import InterchangeError, layout_of, to_hf_config
+from twell.hf.prune import count_firing, neurons_to_keep, prune
+from twell.hf.tokenizer import OWN_TOKENIZER, save_hf_tokenizer
+from twell.hf.weights import to_hf
 
 DTYPES = {"fp32": (torch.float32, "float32"), "bf16": (torch.bfloat16, "bfloat16")}
 

@@ -106,8 +106,9 @@ class Watchdog:
             self._thread.join()
 
     def _watch(self) -> None:
-        told = None
-        while not self._closed.wait(min(5.0, self._timeout / 4)):
+        told, pause = None, 0.0
+        while not self._closed.wait(pause):
+            pause = min(5.0, self._timeout / 4)
             sign = f"{self._steps} {self._since:.0f} {socket.gethostname()} {self._doing}"
             try:
                 if sign != told:

@@ -4,7 +4,7 @@
     python -m twell.import_hf path=DIR name=NAME tokenizer=gpt2    # or a folder that holds a tokenizer of ours
 
 DIR holds config.json, the weights as safetensors (one file or several) and tokenizer.json, as transformers 4 or 5 wrote
-them; twell/hf_config.py lists the architectures. runs/NAME gets a checkpoint of step 0, the tokenizer, and the model's
+them; twell/hf/config.py lists the architectures. runs/NAME gets a checkpoint of step 0, the tokenizer, and the model's
 shape as a preset of train.py. A byte-level BPE becomes a tokenizer of ours with the same ids; others are refused. Keys
 are the fields of `ImportConfig`.
 """
@@ -26,10 +26,10 @@ from twell import checkpoint
 from twell.arguments import parse_arguments, run_command
 from twell.config import Config, ConfigError, FFNConfig, ModelConfig, padded_vocab_size
 from twell.errors import UserError
-from twell.hf_config import InterchangeError, Layout, from_hf_config
-from twell.hf_tokenizer import OWN_TOKENIZER
-from twell.hf_tokenizer_import import read_hf_tokenizer
-from twell.hf_weights import check_names, from_hf
+from twell.hf.config import InterchangeError, Layout, from_hf_config
+from twell.hf.tokenizer import OWN_TOKENIZER
+from twell.hf.tokenizer_import import read_hf_tokenizer
+from twell.hf.weights import check_names, from_hf
 from twell.model import Transformer
 from twell.run import Progress, describe_run
 

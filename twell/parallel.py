@@ -62,6 +62,10 @@ def start(device: str, timeout: int = 600) -> Ranks:
     use_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if use_cuda:
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"LOCAL_RANK={local_rank}: torch sees {torch.cuda.device_count()} GPUs; start fewer processes"
+            )
         torch.cuda.set_device(local_rank)
     place = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if "RANK" in os.environ and not dist.is_initialized():
@@ -74,8 +78,11 @@ def start(device: str, timeout: int = 600) -> Ranks:
 def _join(place: torch.device, timeout: timedelta) -> None:
     global _host_group, _saving_group, _n_joined
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    # The store outlives a group, and a second one (of a sweep's next job) must not find the addresses of the first.
-    store, _n_joined = dist.PrefixStore(f"group-{_n_joined}", store), _n_joined + 1
+    # The store outlives the group. The next one, after torchrun's restart or of a sweep's next job, must not find the
+    # addresses of this one there.
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"group-{world_size}-{restarts}-{_n_joined}", store)
+    _n_joined += 1
     backend, device_id = ("nccl", place) if place.type == "cuda" else ("gloo", None)
     dist.init_process_group(
         backend, timeout=timeout, store=store, rank=rank, world_size=world_size, device_id=device_id

@@ -108,5 +108,5 @@ def _runs_sparse(layer: SparseFFN) -> bool:
     if layer.impl == "triton":
         return True
     return state.shape is not None and state.decision.runs_sparse(
-        state.shape, backward=True, device=state.seen.numbers.device, dtype=state.dtype
+        state.shape, True, device=state.seen.numbers.device, dtype=state.dtype, captured=state.captured
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from omegaconf import OmegaConf
+from torch import Tensor
 
 from data.tokenizer import Tokenizer
 from twell import checkpoint
@@ -86,7 +87,8 @@ def open_run(
 
     Returns the folder and the meta of the checkpoint to continue from, None for a fresh start. `resume=never` moves
     an existing folder of that name aside. Of a run to continue, nothing is changed: see `describe_run`. The folder is
-    locked until `closing` is closed. Raises a UserError if it cannot be used or holds another experiment.
+    locked until `closing` is closed. Raises a UserError if it cannot be used, or holds another experiment or an
+    imported model.
     """
     run = Path(cfg.out) / name
     try:
@@ -105,6 +107,8 @@ def open_run(
     steps = checkpoint.valid_steps(run)
     meta = checkpoint.read_meta(run, steps[-1]) if steps else None
     if meta is not None:
+        if meta.get("imported"):
+            raise UserError(f"{run} holds an imported model; train on from it with init={run} and another name=...")
         _compare_configs(run, meta["config"], OmegaConf.to_container(cfg, resolve=True), log)
         if meta["tokenizer"] != tokenizer.identity:
             raise UserError(
@@ -112,6 +116,18 @@ def open_run(
                 "give this experiment another name=..., or start over with resume=never"
             )
     return run, meta
+
+
+def start_from(run: Path, tensors: dict[str, Tensor], tokenizer: Tokenizer) -> None:
+    """Fill a model's `tensors` with the newest weights of another run; every rank calls this with its own.
+
+    Raises a UserError if the model has another shape there, or the run another tokenizer than the data.
+    """
+    step = checkpoint.find(run, "latest")
+    if checkpoint.read_meta(run, step)["tokenizer"] != tokenizer.identity:
+        raise UserError(f"init={run}: has another tokenizer than the data; use data.tokenizer={run / 'tokenizer'}")
+    if missing := checkpoint.load(run, step, tensors):
+        raise UserError(f"init={run}: has no {', '.join(sorted(missing))}; it is another kind of model")
 
 
 def describe_run(run: Path, cfg: Config, tokenizer: Tokenizer) -> None:

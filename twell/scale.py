@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 import torch
 
 from twell.arguments import parse_arguments, run_command
-from twell.bench_step_model import ModelOptions, Setup
-from twell.bench_step_report import print_table
+from twell.bench.step_model import ModelOptions, Setup
+from twell.bench.step_report import print_table
 from twell.errors import UserError
 from twell.model import Transformer
 

@@ -160,7 +160,7 @@ class Tracker:
         self._log_file = open(run / "train.log", "a")  # noqa: SIM115 - open as long as the run
         self._metrics_file = _open_metrics(run / "metrics.jsonl", step)
         self._bar_shown = self._disk_failed = False
-        self.wandb = _start_wandb(cfg, run, wandb_id, self.print)
+        self.wandb = start_wandb(cfg, run, wandb_id, self.print)
         if self.wandb is not None:
             self.wandb_id = self.wandb.id
 
@@ -317,7 +317,7 @@ def _step_of(line: str) -> int | None:
         return None
 
 
-def _start_wandb(cfg: Config, run: Path, wandb_id: str | None, log: Callable[[str], None]) -> Any:
+def start_wandb(cfg: Config, run: Path, wandb_id: str | None, log: Callable[[str], None]) -> Any:
     """A wandb run, or None; says once, in one line, what it decided. Never prompts, never stops the run."""
     mode = cfg.wandb.mode
     if mode == "disabled":
@@ -331,7 +331,7 @@ def _start_wandb(cfg: Config, run: Path, wandb_id: str | None, log: Callable[[st
         mode = os.environ.get("WANDB_MODE") or "online"
     if mode == "disabled":
         return None
-    if mode == "online" and not _has_wandb_key():  # wandb would ask for one
+    if mode == "online" and not has_wandb_key():  # wandb would ask for one
         mode = "offline"
     options = {
         "id": wandb_id,
@@ -359,12 +359,16 @@ def _start_wandb(cfg: Config, run: Path, wandb_id: str | None, log: Callable[[st
     return None
 
 
-def _has_wandb_key() -> bool:
+def has_wandb_key() -> bool:
     """Whether a key is configured, without asking wandb, which might prompt."""
     if os.environ.get("WANDB_API_KEY"):
         return True
-    host = urllib.parse.urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    import wandb
+
+    # The default address has changed over time; wandb still accepts a key that was stored under the first one.
+    addresses = (os.environ.get("WANDB_BASE_URL", wandb.Settings().base_url), "https://api.wandb.ai")
     try:
-        return netrc.netrc().authenticators(host) is not None
+        stored = netrc.netrc()
     except (OSError, netrc.NetrcParseError):
         return False
+    return any(stored.authenticators(urllib.parse.urlparse(address).hostname) for address in addresses)

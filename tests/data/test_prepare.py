@@ -17,6 +17,7 @@ from data.encode import document_hash, validation_threshold
 from data.lock import locked
 from data.prepare import prepare
 from data.shards import TokenStream
+from data.tokenizer import END_OF_TEXT, BPETokenizer, ByteTokenizer
 from tests.data.conftest import words
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -445,3 +446,17 @@ def test_stamps_spare_the_first_start_the_check(config, corpus, monkeypatch):
     monkeypatch.setattr(shards, "SMALL_SET_BYTES", 0)
     monkeypatch.setattr(shards, "verify_shard", lambda path: pytest.fail(f"{path} was read again"))
     prepare(config("jsonl", paths=[str(corpus[1])]), log=quiet)
+
+
+def test_a_folder_names_its_tokenizer(config, tmp_path):
+    """By its contents: another tokenizer in the same place makes another data set."""
+    (tmp_path / "a.txt").write_text("some text " * 50)
+    (tmp_path / "b.txt").write_text("other text " * 50)
+    cfg = config("text", paths=[str(tmp_path / "*.txt")], tokenizer=f"{tmp_path}/mine", val_fraction=0.0)
+    ByteTokenizer().save(tmp_path / "mine")
+    first = prepare(cfg, log=lambda text: None)
+    assert first.tokenizer.name == "bytes" and first.folder.parent == tmp_path / "sets"
+    assert prepare(cfg, log=lambda text: None).folder == first.folder
+    BPETokenizer("mine", ".", {bytes([i]): 255 - i for i in range(256)}, {END_OF_TEXT: 256}).save(tmp_path / "mine")
+    second = prepare(cfg, log=lambda text: None)
+    assert second.folder != first.folder and second.tokenizer.name == "mine"

@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from twell import bench
+from twell.bench import __main__ as bench
 
 pytestmark = pytest.mark.gpu
 SMALL = ["model=124m", "layers=2", "micro=8", "seq=512", "vocab=5000", "nnz=20", "rounds=3", "seconds=1"]

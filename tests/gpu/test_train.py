@@ -5,40 +5,42 @@ import torch
 
 import train
 from tests.training import losses, train_tiny
+from twell.hostread import HostRead
 
 pytestmark = pytest.mark.gpu
 GPU = ("device=cuda", "compile=true", "optim.lr=1e-2")
 
 
+@pytest.mark.parametrize("cuda_graph", ["off", "on"])
 @pytest.mark.parametrize("ffn", ["dense_silu", "sparse"])
-def test_nothing_but_the_host_read_waits_for_the_device(tmp_path, monkeypatch, ffn):
+def test_nothing_but_the_host_read_waits_for_the_device(tmp_path, monkeypatch, ffn, cuda_graph):
     """From the third step on (the first two compile), any other synchronisation raises."""
     steps = []
-    start, stop, read = train.StopWatch.start, train.StopWatch.stop, train.HostRead.read
+    start, stop, read = train.StopWatch.start, train.StopWatch.stop, HostRead.read
 
     def guarded_start(self):
         steps.append(None)
         torch.cuda.set_sync_debug_mode("error" if len(steps) > 2 else "default")
         start(self)
 
-    def unguarded(function):
-        def call(self, *args):
-            before = torch.cuda.get_sync_debug_mode()
-            torch.cuda.set_sync_debug_mode("default")
-            result = function(self, *args)
-            torch.cuda.set_sync_debug_mode(before)
-            return result
-
-        return call
-
-    def stopped(self):
-        stop(self)
+    def unguarded_stop(self):
         torch.cuda.set_sync_debug_mode("default")
+        stop(self)
+
+    def unguarded_read(self, *args):
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default")
+        word = read(self, *args)
+        torch.cuda.set_sync_debug_mode(before)
+        return word
 
     monkeypatch.setattr(train.StopWatch, "start", guarded_start)
-    monkeypatch.setattr(train.StopWatch, "stop", stopped)
-    monkeypatch.setattr(train.HostRead, "read", unguarded(read))
-    records = train_tiny(tmp_path, "name=a", f"ffn={ffn}", "steps=6", *GPU)
+    monkeypatch.setattr(train.StopWatch, "stop", unguarded_stop)
+    monkeypatch.setattr(HostRead, "read", unguarded_read)
+    try:
+        records = train_tiny(tmp_path, "name=a", f"ffn={ffn}", f"cuda_graph={cuda_graph}", "steps=6", *GPU)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     assert len(steps) == 6 and len(losses(records)) == 6
 
 

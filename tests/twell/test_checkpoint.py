@@ -205,3 +205,17 @@ def test_a_checkpoint_becomes_one_file(tmp_path, suffix, capsys):
     for wrong, message in ((["out=x.bin"], "must end in"), ([f"out={out}", "dtype=fp8"], "dtype=fp8")):
         with pytest.raises(CheckpointError, match=message):
             checkpoint.main([f"run={tmp_path}", *wrong])
+
+
+def test_ranks_that_write_to_other_disks_are_found_out(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    dcp_save = checkpoint.dcp.save
+
+    def elsewhere(*args, storage_writer, **kwargs):
+        dcp_save(*args, storage_writer=storage_writer, **kwargs)
+        (storage_writer.path / "__0_0.distcp").unlink()
+
+    monkeypatch.setattr(checkpoint.dcp, "save", elsewhere)
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp not there: `out` must be one disk for all nodes"):
+        save(tmp_path, 2)
+    assert checkpoint.valid_steps(tmp_path) == [1]

@@ -73,7 +73,7 @@ def test_runs_are_chosen_by_group_and_tag():
 
 
 def test_without_a_key_it_is_built_and_the_upload_refused(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(dashboard, "_has_wandb_key", lambda: False)
+    monkeypatch.setattr(dashboard, "has_wandb_key", lambda: False)
     with pytest.raises(UserError, match="not uploaded: no wandb key"):
         dashboard.main([f"out={tmp_path}"])
     assert "built 'dense and sparse' for project twell" in capsys.readouterr().out

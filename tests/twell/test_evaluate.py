@@ -82,7 +82,7 @@ def test_numbers_go_into_the_summary_of_the_runs_wandb_entry(tmp_path, monkeypat
         started.append((cfg.model.name, run.name, wandb_id))
         return Entry()
 
-    monkeypatch.setattr(tracking, "_start_wandb", start)
+    monkeypatch.setattr(tracking, "start_wandb", start)
     values = evaluate(EvaluateConfig(run=str(run), data=str(data), tokens=50))["validation"][data.name]
     assert started == [("small", "run", "abc"), "finished"]
     assert Entry.summary == {f"eval/{data.name}/{key}": value for key, value in values.items()}

@@ -15,9 +15,9 @@ from twell import checkpoint
 from twell.config import CONFIG_DIR, ConfigError, FFNConfig, ModelConfig
 from twell.export import ExportConfig, export, main
 from twell.generate import load_run
-from twell.hf_config import InterchangeError, layout_of, to_hf_config
-from twell.hf_prune import neurons_to_keep
-from twell.hf_weights import expected_shapes
+from twell.hf.config import InterchangeError, layout_of, to_hf_config
+from twell.hf.prune import neurons_to_keep
+from twell.hf.weights import expected_shapes
 from twell.import_hf import ImportConfig, import_hf
 
 transformers = pytest.importorskip("transformers", reason="needs the extra `export`")

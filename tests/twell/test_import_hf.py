@@ -7,15 +7,16 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from data.tokenizer import ByteTokenizer
+from data.tokenizer import END_OF_TEXT, BPETokenizer, ByteTokenizer
+from tests.training import train_tiny
 from tests.twell.exchange import some_ids
 from twell import checkpoint
 from twell.config import CONFIG_DIR, ConfigError, register
 from twell.errors import UserError
 from twell.export import ExportConfig, export
 from twell.generate import load_run
-from twell.hf_config import InterchangeError
-from twell.hf_tokenizer import save_hf_tokenizer
+from twell.hf.config import InterchangeError
+from twell.hf.tokenizer import save_hf_tokenizer
 from twell.import_hf import ImportConfig, import_hf, main
 
 transformers = pytest.importorskip("transformers", reason="needs the extra `export`")
@@ -273,3 +274,32 @@ def test_missing_and_damaged_files_are_named(tmp_path):
 def test_a_wrong_argument_is_named(arguments: list[str]):
     with pytest.raises(UserError, match=r"^(path=|seq_len=0)"):
         main(arguments)
+
+
+def test_a_new_run_starts_from_the_imported_weights(tmp_path):
+    """With a SiLU model, as a sparse one: the gate, up and down projections are the same tensors."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    make_theirs(
+        tmp_path / "hf",
+        tie_word_embeddings=True,
+        max_position_embeddings=32,
+        rms_norm_eps=1e-5,
+        vocab_size=257,
+        **sizes,
+    )
+    source = imported(tmp_path)
+    started = [f"init={source}", f"data.tokenizer={source}/tokenizer", "ffn=sparse", "data.name=words"]
+    train_tiny(tmp_path, "name=tuned", *started, "steps=1", "optim.lr=0", "data.workers=1")
+    before, _, _ = load_run(source, "latest", torch.device("cpu"))
+    after, _, meta = load_run(tmp_path / "runs/tuned", "latest", torch.device("cpu"))
+    assert meta["step"] == 1 and meta["config"]["ffn"]["kind"] == "sparse"
+    for name, tensor in before.state_dict().items():
+        assert torch.equal(after.state_dict()[name], tensor), name
+    with pytest.raises(UserError, match=r"has another tokenizer than the data; use data\.tokenizer=.*/small/tokenizer"):
+        reordered = BPETokenizer("reversed", ".", {bytes([i]): 255 - i for i in range(256)}, {END_OF_TEXT: 256})
+        reordered.save(tmp_path / "reversed")
+        train_tiny(tmp_path, "name=other", f"init={source}", f"data.tokenizer={tmp_path}/reversed", "steps=1")
+    with pytest.raises(UserError, match=r"small holds an imported model; train on from it with init=.*small"):
+        train_tiny(tmp_path, "name=small", "steps=1", "data.workers=1")
+    with pytest.raises(UserError, match=r"model\.blocks\.0\..* is \[.*\] there and \[.*\] in this model"):
+        train_tiny(tmp_path, "name=third", f"init={source}", "model.d_ff=48", "steps=1", "data.workers=1")

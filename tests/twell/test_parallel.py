@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from twell import parallel
+from twell.errors import UserError
 
 ROOT = Path(parallel.__file__).parent.parent
 
@@ -85,3 +86,10 @@ def test_world_size_comes_from_the_environment(monkeypatch):
     assert parallel.world_size_from_environment() == 1
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert parallel.world_size_from_environment() == 8
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(UserError, match="LOCAL_RANK=2: torch sees 2 GPUs"):
+        parallel.start("cuda")

@@ -4,10 +4,12 @@ import math
 import sys
 import threading
 import types
+import urllib.parse
 from pathlib import Path
 
 import pytest
 import torch
+import wandb
 
 from tests.training import compose_config
 from twell import tracking
@@ -19,6 +21,7 @@ from twell.tracking import (
     Tracker,
     console_line,
     format_seconds,
+    has_wandb_key,
     peak_flops,
     validation_line,
 )
@@ -240,3 +243,15 @@ def test_a_server_that_does_not_answer_at_the_end_is_left(start, monkeypatch):
     tracker.close()
     assert not answer.is_set()
     answer.set()
+
+
+def test_a_key_is_found_where_wandb_stores_it(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert not has_wandb_key()
+    address = urllib.parse.urlparse(wandb.Settings().base_url).hostname
+    for host, found in ((address, True), ("api.wandb.ai", True), ("example.org", False)):
+        (tmp_path / ".netrc").write_text(f"machine {host} login user password {'k' * 40}\n")
+        (tmp_path / ".netrc").chmod(0o600)
+        assert has_wandb_key() == found

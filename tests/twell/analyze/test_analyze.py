@@ -1,0 +1,212 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import train
+from tests.training import tiny_text, train_tiny
+from twell.analyze import __main__ as analyze
+from twell.analyze.models import load_hf, load_ours
+from twell.analyze.stats import LayerStats, has_exact_zeros, verdict
+from twell.config import ConfigError
+from twell.errors import UserError
+from twell.generate import load_run
+from twell.model import IGNORE
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A text file of a few hundred bytes, with a letter of two bytes."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("über alles: " + next(tiny_text(path.parent).glob("*.txt")).read_text() * 3)
+    return path
+
+
+def hf_folder(folder: Path, config) -> Path:
+    """A Hugging Face folder with random weights and a tokenizer of single bytes."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder
+
+
+def llama(folder: Path, act: str) -> Path:
+    from transformers import LlamaConfig
+
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return hf_folder(folder, LlamaConfig(vocab_size=256, max_position_embeddings=40, hidden_act=act, **shape))
+
+
+def gpt2(folder: Path, act: str) -> Path:
+    from transformers import GPT2Config
+
+    config = GPT2Config(vocab_size=256, n_positions=40, n_embd=16, n_layer=2, n_head=2, activation_function=act)
+    return hf_folder(folder, config)
+
+
+@pytest.mark.parametrize("chunks", [(7,), (3, 3, 1)])
+def test_statistics_equal_brute_force(chunks):
+    generator = torch.Generator().manual_seed(1)
+    a = torch.randn(7, 33, generator=generator) * (torch.rand(7, 33, generator=generator) < 0.3)
+    a[:, 5], a[4] = 0, 0
+    a[0, 0] = 0.05
+    stats = LayerStats(33, eps=0.1)
+    for chunk in a.split(chunks):
+        stats.update(chunk[None])
+    found, a = stats.summary(), a.numpy()
+    for name, active in (("active", a != 0), ("above_eps", np.abs(a) >= np.float32(0.1))):
+        numbers = active.sum(1)
+        law = found[name]
+        assert law["mean"] == pytest.approx(numbers.mean()) and law["max"] == numbers.max()
+        assert law["density"] == pytest.approx(active.mean())
+        for q in (50, 99):
+            assert law[f"p{q}"] == np.quantile(numbers, q / 100, method="inverted_cdf")
+        assert law["never"] == (~active.any(0)).sum() >= 1
+        ranked = np.sort(active.sum(0))[::-1]
+        for share, n in ((1, 1), (5, 2), (10, 3)):
+            assert law[f"hottest_{share}pct"] == pytest.approx(ranked[:n].sum() / ranked.sum())
+    assert found["zeros"] == pytest.approx((a == 0).mean())
+    assert (
+        found["below_eps"] == pytest.approx((np.abs(a) < np.float32(0.1)).mean())
+        and found["zeros"] < found["below_eps"]
+    )
+    assert found["rms"] == pytest.approx(np.sqrt((a.astype(np.float64) ** 2).mean()))
+
+
+def test_a_layer_that_never_fires():
+    stats = LayerStats(4, eps=0.1)
+    stats.update(torch.zeros(3, 4))
+    found = stats.summary()
+    assert found["zeros"] == 1 and found["active"]["max"] == 0 and found["active"]["never"] == 4
+    assert found["active"]["hottest_10pct"] == 0
+
+
+@pytest.mark.parametrize("kind", ["sparse", "sparse_nongated", "dense_relu", "dense_silu"])
+def test_a_run_of_ours(kind, text, tmp_path):
+    train_tiny(tmp_path, "name=run", f"ffn={kind}", "steps=1")
+    run = tmp_path / "runs" / "run"
+    out = tmp_path / "out.json"
+    analyze.main([f"run={run}", f"text={text}", f"out={out}", "tokens=80", "batch=2", "device=cpu", "eps=0.001"])
+    result = json.loads(out.read_text())
+    assert result["model"] == f"{run}, step 1" and result["tokens"] == 80 and result["window"] == 32
+    layers = result["layers"]
+    assert [layer["d_ff"] for layer in layers] == 2 * [96 if kind == "sparse_nongated" else 64]
+    if kind == "dense_silu":
+        assert not has_exact_zeros(layers) and result["verdict"].startswith(
+            "Not as it is: no activation is exactly zero"
+        )
+        return
+    model, tokenizer, _ = load_run(run, "latest", CPU)
+    ids = torch.tensor(tokenizer.encode(text.read_text())[:80])
+    rows = torch.nn.functional.pad(ids, (0, 16)).view(3, 32)
+    counted = torch.where(torch.arange(96) < 80, 0, IGNORE).view(3, 32)  # any target does
+    with torch.no_grad():
+        results = []
+        for block in model.blocks:
+            block.ffn.register_forward_hook(lambda ffn, inputs, result: results.append(result))
+        model(rows, counted)
+    expected = [result.nnz.flatten()[:80].double().mean().item() for result in results]
+    assert [layer["active"]["mean"] for layer in layers] == pytest.approx(expected)
+    assert has_exact_zeros(layers) and [layer["active"]["never"] for layer in layers] == [
+        int((result.fired == 0).sum()) for result in results
+    ]
+
+
+@pytest.mark.parametrize(("make", "act"), [(llama, "relu"), (llama, "silu"), (gpt2, "relu"), (gpt2, "gelu_new")])
+def test_a_hugging_face_folder(make, act, text, tmp_path, capsys):
+    folder = make(tmp_path, act)
+    out = tmp_path / "out.json"
+    capsys.readouterr()
+    analyze.main([f"hf={folder}", f"text={text}", f"out={out}", "device=cpu"])
+    result = json.loads(out.read_text())
+    printed = capsys.readouterr().out
+    assert result["verdict"] in printed and result["tokens"] == len(text.read_bytes()) and result["window"] == 40
+    width = 24 if make is llama else 64
+    assert [layer["d_ff"] for layer in result["layers"]] == [width, width]
+    zeros = [layer["zeros"] for layer in result["layers"]]
+    if act == "relu":
+        assert all(0.3 < share < 0.7 for share in zeros) and "dense products are faster" in printed
+    else:
+        assert zeros == [0, 0] and "active = |a| >= 0.01" in printed
+
+
+def test_hooks_see_what_the_last_product_reads(tmp_path):
+    subject = load_hf(llama(tmp_path, "silu"), CPU)
+    seen = {}
+    subject.watch(lambda layer, a: seen.__setitem__(layer, a))
+    inputs, mlp = [], subject.model.layers[1].mlp
+    mlp.register_forward_pre_hook(lambda _, x: inputs.append(x[0]))
+    with torch.no_grad():
+        subject.model(torch.arange(10)[None])
+        expected = torch.nn.functional.silu(mlp.gate_proj(inputs[0])) * mlp.up_proj(inputs[0])
+    assert seen.keys() == {0, 1}
+    torch.testing.assert_close(seen[1], expected)
+
+
+def layers_of(*densities: float) -> list[dict]:
+    return [{"zeros": 1 - d, "below_eps": 1 - d / 2, "active": {"density": d}} for d in densities]
+
+
+def test_the_verdict():
+    assert verdict(layers_of(0.01, 0.02), 2048, 0.01).startswith("Worth it: 1.50% of the neurons")
+    assert "no gain was measured" in verdict(layers_of(0.01, 0.02), 1024, 0.01)
+    part = verdict(layers_of(0.01, 0.04, 0.3), 2048, 0.01)
+    assert "1 of 3 layers" in part and "1 for some" in part and "1 are better" in part and "But" not in part
+    assert "dense products are faster" in verdict(layers_of(0.3, 0.06), 4096, 0.01)
+    assert "50.0% are below 0.25" in verdict(layers_of(1.0, 1.0), 4096, 0.25)
+
+
+def test_mistakes_are_told(text, tmp_path, monkeypatch):
+    train_tiny(tmp_path, "name=run", "steps=1")
+    run = f"run={tmp_path}/runs/run"
+    for arguments, message in (
+        ([f"text={text}"], "run=None: name either"),
+        ([run, "hf=x", f"text={text}"], "name either"),
+        ([run], "text=: name a text file"),
+        ([run, f"text={text}", "tokens=0"], "tokens=0"),
+        ([run, f"text={text}", "eps=0"], r"eps=0\.0"),
+        ([run, f"text={text}", "width=0"], "expected KEY=VALUE"),
+        ([f"run={tmp_path}/none", f"text={text}"], "no run there"),
+        ([f"hf={tmp_path}", f"text={text}"], "config.json is missing"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            analyze.main([*arguments, "device=cpu"])
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "config.json").write_text("{}")
+    for arguments, message in (
+        ([run, f"text={tmp_path}/empty.txt"], "the text has no tokens"),
+        ([run, f"text={tmp_path}/none.txt"], "cannot be read"),
+        ([run, f"text={text}", f"out={tmp_path}/none/x.json"], "cannot be written"),
+        ([f"hf={tmp_path}", f"text={text}"], "transformers cannot load it"),
+    ):
+        with pytest.raises(UserError, match=message):
+            analyze.main([*arguments, "device=cpu"])
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UserError, match=r"pip install -e '\.\[export\]'"):
+        analyze.main([f"hf={tmp_path}", f"text={text}", "device=cpu"])
+
+
+def test_the_kernels_are_left_out(tmp_path):
+    train_tiny(tmp_path, "name=run", "steps=1", "ffn=sparse")
+    subject = load_ours(tmp_path / "runs" / "run", "latest", CPU)
+    assert {block.ffn.impl for block in subject.model.blocks} == {"torch"}
+
+
+@pytest.mark.slow
+def test_the_command_from_the_root(text, tmp_path):
+    """There, transformers meets a package called `kernels` that is not the one it knows."""
+    command = [sys.executable, "-m", "twell.analyze", f"hf={llama(tmp_path, 'relu')}", f"text={text}", "device=cpu"]
+    done = subprocess.run(command, cwd=Path(train.__file__).parent, capture_output=True, text=True)
+    assert done.returncode == 0 and "Not as it is" in done.stdout, done.stderr

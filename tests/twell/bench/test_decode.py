@@ -1,0 +1,58 @@
+import json
+
+import pytest
+import torch
+
+from twell.bench import __main__ as bench
+from twell.bench.decode import cut
+from twell.greedy_check import Comparison
+
+TINY = ["model=nano", "layers=2", "vocab=300", "seq=64", "micro=2", "prompt=12", "nnz=20", "compile=false"]
+
+
+def test_compares_all_variants_at_every_batch_size(tmp_path, capsys):
+    out = tmp_path / "new" / "decode.json"
+    assert bench.main(["decode", *TINY, "rows=1,3", "rounds=2", "seconds=0.1", f"out={out}"]) == 0
+    printed, record = capsys.readouterr().out, json.loads(out.read_text())
+    assert {"date", "device", "torch", "dtype"} <= record["environment"].keys() and record["forced_nnz"] == 20
+    assert [result["rows"] for result in record["results"]] == [1, 3]
+    for result in record["results"]:
+        assert f"batch {result['rows']}: " in printed
+        assert 5 < result["firing"]["mean"] <= result["firing"]["union"] < 512
+        assert list(result["variants"]) == ["dense_silu", "dense_relu", "sparse"]
+        for variant in result["variants"].values():
+            assert variant["tokens_per_second"] == pytest.approx(1e3 * result["rows"] / variant["ms"])
+            assert 0 < variant["ffn_ms"] < variant["ms"]
+            assert variant["joules_per_token"] is None or torch.cuda.is_available()
+    assert record["results"][0]["firing"]["mean"] == record["results"][0]["firing"]["union"]
+
+
+def test_checks_greedy_text(capsys, monkeypatch):
+    arguments = ["decode", *TINY, "rows=2", "check=3", "impl=triton"]
+    assert bench.main(arguments) == 0
+    assert capsys.readouterr().out == "prompt 0: 3 tokens, identical\nprompt 1: 3 tokens, identical\n"
+    tie, fault = Comparison(3, True, 12.0, 11.9375), Comparison(3, True, 12.0, 11.0)
+    monkeypatch.setattr("twell.bench.decode.compare_greedy", lambda *_: [tie, fault])
+    assert bench.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert "prompt 0: 3 tokens identical, then a tie" in printed.out and "prompt 1: 3 tokens identical" in printed.out
+    assert printed.err == "error: check=3: 1 of 2 texts differ by more than a tie\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rows=many"], "rows=many: must be numbers"),
+        (["variants=relu_l1"], "variants=relu_l1: without gradients"),
+        (["prompt=60"], "prompt=60: leaves no 8 of seq_len=64"),
+        (["check=60"], "check=60: with prompt=12 that is more than seq_len=64"),
+        (["check=5", "rows=65"], "check=5: rows=65 would run dense here"),
+    ],
+)
+def test_mistakes_are_named(arguments: list[str], message: str, capsys):
+    assert bench.main(["decode", *TINY, *arguments]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_text_is_used_again_where_it_is_too_short():
+    assert cut(torch.arange(6).view(2, 3), 3, 4).tolist() == [[0, 1, 2, 3], [4, 5, 0, 1], [2, 3, 4, 5]]

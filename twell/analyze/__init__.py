@@ -1,0 +1,1 @@
+"""How sparse a model is: `python -m twell.analyze`."""

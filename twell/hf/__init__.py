@@ -1,0 +1,1 @@
+"""Hugging Face models: their folders, tokenizers and modules."""

@@ -1,0 +1,1 @@
+"""Runs compared on a page: `python -m twell.report`."""
