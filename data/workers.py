@@ -72,7 +72,12 @@ class WorkerPool:
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         command = [sys.executable, "-m", "data.workers", *self._arguments]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        process = subprocess.Popen(command, **pipes, env=os.environ | {"PYTHONPATH": path})
+        # Ctrl-C in a terminal reaches the workers too, even while they start; but it is their parent that ends them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process = subprocess.Popen(command, **pipes, env=os.environ | {"PYTHONPATH": path})
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._processes.append(process)
         return process
 
