@@ -98,7 +98,6 @@ class WorkerPool:
 
 
 def main(tokenizer_folder: str, val_below: str, only_val: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what to do
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing that prints may disturb the replies
     encode = Encoder(load_tokenizer(tokenizer_folder), int(val_below), only_val=bool(int(only_val)))
