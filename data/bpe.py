@@ -37,7 +37,7 @@ def train_bpe(blocks: Iterable[Block], vocab_size: int, val_below: int) -> BPETo
     trainer = trainers.BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(_training_texts(blocks, val_below), trainer)
 
-    to_byte = _byte_of_letter()
+    to_byte = byte_of_letter()
     ranks = {bytes(to_byte[letter] for letter in word): i for word, i in tokenizer.get_vocab().items()}
     if len(ranks) < vocab_size - 1:
         raise DataError(
@@ -59,7 +59,7 @@ def _training_texts(blocks: Iterable[Block], val_below: int) -> Iterator[str]:
             return
 
 
-def _byte_of_letter() -> dict[str, int]:
+def byte_of_letter() -> dict[str, int]:
     """Inverse of the GPT-2 convention that spells bytes as letters: printable ones stand for themselves, the others
     for the code points from 256 on, in order."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]

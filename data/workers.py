@@ -72,7 +72,12 @@ class WorkerPool:
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         command = [sys.executable, "-m", "data.workers", *self._arguments]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        process = subprocess.Popen(command, **pipes, env=os.environ | {"PYTHONPATH": path})
+        # Ctrl-C in a terminal reaches the workers too, even while they start; but it is their parent that ends them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process = subprocess.Popen(command, **pipes, env=os.environ | {"PYTHONPATH": path})
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._processes.append(process)
         return process
 
@@ -93,7 +98,6 @@ class WorkerPool:
 
 
 def main(tokenizer_folder: str, val_below: str, only_val: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what to do
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing that prints may disturb the replies
     encode = Encoder(load_tokenizer(tokenizer_folder), int(val_below), only_val=bool(int(only_val)))

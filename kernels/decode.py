@@ -65,7 +65,7 @@ def decode_gate_kernel(
         fires = fires | (z == float("-inf"))
     fires = fires & (t < n)[:, None] & (j < H)[None, :]
     listed = tl.max(fires.to(tl.int32), 0)  # [BH]
-    number = tl.sum(listed, 0)
+    number = tl.sum(listed[None, :], 1).item()
     tl.store(count + block, number)
     if number > 0:
         a = g

@@ -133,6 +133,12 @@ class FFNState:
     def of(cls, handle: Tensor) -> "FFNState":
         return cls._live[int(handle)]
 
+    def runs_sparse(self, backward: bool = True) -> bool:
+        """Whether a pass of the latest shape would run the sparse stages by choice."""
+        return self.shape is not None and self.decision.runs_sparse(
+            self.shape, backward, self.seen.numbers.device, self.dtype, self.captured
+        )
+
     def decide(self, decision: Decision) -> None:
         self.decision = decision
         self.decisions[decision.version] = decision
@@ -235,8 +241,7 @@ def signature(states: Sequence[FFNState]) -> tuple:
     return tuple(
         (
             state.decision.ordered, state.decision.room, state.decision.slots, state.wants_sample, state.shape,
-            state.shape is not None
-            and state.decision.runs_sparse(state.shape, True, state.seen.numbers.device, state.dtype, state.captured),
+            state.runs_sparse(),
         )
         for state in states
     )  # fmt: skip
@@ -270,7 +275,7 @@ def table(states: Sequence[FFNState]) -> str:
             n_hot = decision.order(backward).n_hot
             arguments = (state.shape, backward, state.seen.numbers.device, state.dtype)
             sparse, dense = (cost.total(backward) * 1e3 for cost in decision.costs(*arguments))
-            route = "sparse" if decision.runs_sparse(*arguments, state.captured) else "dense"
+            route = "sparse" if state.runs_sparse(backward) else "dense"
             cold = f" {float(decision.rate[n_hot:].sum()):5.1f}" if backward else ""
             line += f" {n_hot:5d}{cold} {route:>6} {sparse:8.3f}/{dense:<8.3f}"
         lines.append(f"{line} {decision.room}")

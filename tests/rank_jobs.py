@@ -4,30 +4,14 @@ A job is a list of overrides, joined by spaces, for one whole training run; see 
 makes the loss of rank 1 NaN in its N-th forward pass.
 """
 
-import math
 import os
 import sys
 from pathlib import Path
 
 import torch
 
-from tests.training import train_tiny
+from tests.training import forward_with_nan, train_tiny
 from twell.model import Transformer
-
-
-def inject_nan(at_call: int) -> None:
-    forward, calls = Transformer.forward, []
-
-    def broken(self, tokens, targets=None, *args, **kwargs):
-        out = forward(self, tokens, targets, *args, **kwargs)
-        if targets is not None and torch.is_grad_enabled():
-            calls.append(None)
-            if len(calls) == at_call:
-                return out._replace(loss_sum=out.loss_sum * math.nan)
-        return out
-
-    Transformer.forward = broken
-
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
@@ -36,5 +20,5 @@ if __name__ == "__main__":
         for override in [o for o in overrides if o.startswith("nan_at=")]:
             overrides.remove(override)
             if os.environ["RANK"] == "1":
-                inject_nan(int(override.removeprefix("nan_at=")))
+                Transformer.forward = forward_with_nan(int(override.removeprefix("nan_at=")))
         train_tiny(Path(sys.argv[1]), *overrides)

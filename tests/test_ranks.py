@@ -1,5 +1,6 @@
 """Whole runs on several ranks (gloo): the same numbers as on one, and what happens when things go wrong."""
 
+import functools
 import os
 import random
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import training
 from tests.ranks import processes_of, run_ranks, start_ranks
 from tests.training import losses, read_metrics, train_tiny
 from twell import checkpoint
@@ -103,12 +105,7 @@ def test_a_nan_on_one_rank_is_seen_by_all(tmp_path):
 LONG = "name=a steps=100000 optim.schedule.horizon=100 batch.micro=1 checkpoint.interval=10 checkpoint.keep=3"
 
 
-def wait_for(condition, process: subprocess.Popen, seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+wait_for = functools.partial(training.wait_for, seconds=120)  # several processes start more slowly than one
 
 
 def steps_saved(folder: Path) -> list[int]:

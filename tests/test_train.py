@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 
 import train
 from data.loader import IGNORE, Loader
-from tests.training import losses, read_metrics, tiny_overrides, train_tiny
+from tests.training import forward_with_nan, losses, read_metrics, tiny_overrides, train_tiny, wait_for
 from twell import checkpoint
 from twell.errors import UserError
 from twell.model import Transformer
@@ -191,24 +190,9 @@ def test_four_micro_batches_of_one_equal_one_of_four(tmp_path, monkeypatch):
         torch.testing.assert_close(a[key], b[key], rtol=2e-3, atol=2e-4)
 
 
-def inject_nan(monkeypatch, at_call: int) -> None:
-    """The given forward pass with targets returns a NaN loss, whose gradient is NaN too."""
-    forward, calls = Transformer.forward, []
-
-    def broken(self, tokens, targets=None, *args, **kwargs):
-        out = forward(self, tokens, targets, *args, **kwargs)
-        if targets is not None and torch.is_grad_enabled():
-            calls.append(None)
-            if len(calls) == at_call:
-                return out._replace(loss_sum=out.loss_sum * math.nan)
-        return out
-
-    monkeypatch.setattr(Transformer, "forward", broken)
-
-
 def test_a_nan_between_two_log_lines_never_reaches_the_weights(tmp_path, monkeypatch, capsys):
     # two micro-batches a step: call 9 is in step 5, between the log lines of steps 4 and 8
-    inject_nan(monkeypatch, at_call=9)
+    monkeypatch.setattr(Transformer, "forward", forward_with_nan(at_call=9))
     records = train_tiny(tmp_path, "name=a", "steps=8", "log.interval=4", "eval.interval=4")
     assert "step 5: the loss or the gradient norm is not finite" in capsys.readouterr().out
     by_step = {r["step"]: r for r in records if "train/loss" in r}
@@ -219,7 +203,7 @@ def test_a_nan_between_two_log_lines_never_reaches_the_weights(tmp_path, monkeyp
 
 def test_a_skipped_step_changes_nothing_but_the_position(tmp_path, monkeypatch):
     train_tiny(tmp_path, "name=short", "steps=4", "optim.schedule.horizon=9")
-    inject_nan(monkeypatch, at_call=9)
+    monkeypatch.setattr(Transformer, "forward", forward_with_nan(at_call=9))
     train_tiny(tmp_path, "name=skipping", "steps=5", "optim.schedule.horizon=9")
     assert_same_weights(final_weights(tmp_path, "short"), final_weights(tmp_path, "skipping"))
 
@@ -299,14 +283,6 @@ def test_profile_writes_a_trace(tmp_path):
     train_tiny(tmp_path, "name=a", "steps=9", "profile=2")
     trace = json.loads((tmp_path / "runs" / "a" / "trace.json").read_text())
     assert any("ProfilerStep" in event.get("name", "") for event in trace["traceEvents"])
-
-
-def wait_for(condition, process: subprocess.Popen, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.slow

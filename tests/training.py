@@ -1,6 +1,10 @@
 """Runs train.py's `main` inside the test process, at a size that takes a second."""
 
 import json
+import math
+import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,6 +14,7 @@ from omegaconf import DictConfig, open_dict
 
 import train
 from twell.config import CONFIG_DIR, register
+from twell.model import Transformer
 
 TINY = [
     "data=text",
@@ -97,3 +102,27 @@ def read_metrics(run: Path) -> list[dict]:
 def losses(records: list[dict]) -> dict[int, float]:
     """Training loss by step."""
     return {r["step"]: r["train/loss"] for r in records if "train/loss" in r}
+
+
+def forward_with_nan(at_call: int) -> Callable:
+    """`Transformer.forward`, but the given pass with targets returns a NaN loss, whose gradient is NaN too."""
+    forward, calls = Transformer.forward, []
+
+    def broken(self, tokens, targets=None, *args, **kwargs):
+        out = forward(self, tokens, targets, *args, **kwargs)
+        if targets is not None and torch.is_grad_enabled():
+            calls.append(None)
+            if len(calls) == at_call:
+                return out._replace(loss_sum=out.loss_sum * math.nan)
+        return out
+
+    return broken
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen, seconds: float = 60.0) -> None:
+    """Until `condition` holds; fails when `process` ends before that or the time is up."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

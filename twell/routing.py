@@ -98,15 +98,8 @@ class Routing:
     def metrics(self) -> dict[str, float]:
         """sparsity/route/layer_00 ...: 1 where the next training pass computes only the non-zeros, else 0."""
         return {
-            f"sparsity/route/layer_{i:02d}": float(layer.state is not None and _runs_sparse(layer))
+            f"sparsity/route/layer_{i:02d}": float(
+                layer.state is not None and (layer.impl == "triton" or layer.state.runs_sparse())
+            )
             for i, layer in enumerate(self._layers)
         }
-
-
-def _runs_sparse(layer: SparseFFN) -> bool:
-    state = layer.state
-    if layer.impl == "triton":
-        return True
-    return state.shape is not None and state.decision.runs_sparse(
-        state.shape, True, device=state.seen.numbers.device, dtype=state.dtype, captured=state.captured
-    )

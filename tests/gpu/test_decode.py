@@ -27,9 +27,7 @@ def test_widths(d, h):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("n", [1, 20, MAX_TOKENS])
 def test_dtypes(n, dtype):
-    # Adding up 768 products one after another in fp32 costs 3e-6; dense products of one token add them in a tree.
-    floor = 5e-6 if dtype == torch.float32 else None
-    assert_close(make_case(n, 768, 2048, "1 %", dtype=dtype, device=DEVICE), floor)
+    assert_close(make_case(n, 768, 2048, "1 %", dtype=dtype, device=DEVICE))
 
 
 def test_in_a_cuda_graph_it_follows_its_inputs():

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.training import compose_config
 from tests.twell.small import batch, build
 from twell import memory
 from twell.errors import UserError
+from twell.model import Transformer
 from twell.routing import Routing
 from twell.weights import Weights
 
@@ -33,26 +35,34 @@ def test_masters_add_up_bf16_gradients_exactly():
         assert torch.equal(p, weights.masters[name].bfloat16()), name
 
 
+def gradients(model: Transformer) -> Tensor:
+    """All of them in one row, fp32."""
+    tokens, targets = (t.to(GPU) for t in batch())
+    out = model(tokens, targets)
+    (out.loss_sum + 0.1 * out.l1_sum.sum()).backward()
+    return torch.cat([p.grad.flatten().float() for p in model.parameters()])
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("kind", ["dense_silu", "sparse", "sparse_nongated"])
-def test_layers_share_one_compilation_and_recomputation_changes_little(kind: str, recompute: str):
+def test_layers_share_one_compilation_and_recomputation_is_as_exact(kind: str, recompute: str):
+    shape = {"d_model": 96, "d_ff": 128, "n_layers": 4}
     counters = torch._dynamo.utils.counters
-    grads, graphs = [], []
+    exact = gradients(build(kind, **shape).to(GPU))
+    errors, graphs = [], []
     for how in (recompute, "none"):
         torch._dynamo.reset()
         counters.clear()
-        model = build(kind, dtype=torch.bfloat16, d_model=96, d_ff=128, n_layers=4).to(GPU)
+        model = build(kind, dtype=torch.bfloat16, **shape).to(GPU)
         model.recompute = how
         Weights(model, torch.bfloat16)
         Routing(model, GPU, torch.bfloat16)
         model.compile_parts()
-        tokens, targets = (t.to(GPU) for t in batch())
-        out = model(tokens, targets)
-        (out.loss_sum + 0.1 * out.l1_sum.sum()).backward()
-        grads.append(torch.cat([p.grad.flatten().float() for p in model.parameters()]))
+        errors.append(((gradients(model) - exact).norm() / exact.norm()).item())
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs == [3 if recompute == "selective" else 2, 2]  # a block or its halves, and the softmax of the loss
-    assert (grads[0] - grads[1]).norm() < 1e-2 * grads[1].norm()
+    # Fused differently, a block rounds to bf16 elsewhere: other errors, but no larger ones.
+    assert errors[0] < 1.3 * errors[1] < 0.15
 
 
 def test_running_out_of_memory_is_explained():

@@ -10,12 +10,9 @@ from kernels.ops import FFNOutput, sparse_ffn
 from kernels.reference import FFNGradients, ffn_backward, ffn_forward
 
 DL1 = 0.2  # gradient of the L1 sum
-FLOOR = {
-    torch.float64: 1e-14,
-    torch.float32: 2e-6,
-    torch.float16: 7e-4,
-    torch.bfloat16: 5e-3,
-}  # errors not worth telling
+# Errors not worth telling. In fp32 those of the order of summation: a neuron that just fires has a pre-activation near
+# zero, of which the terms that cancelled leave a larger relative error.
+FLOOR = {torch.float64: 1e-14, torch.float32: 5e-6, torch.float16: 7e-4, torch.bfloat16: 5e-3}
 ON, OFF = 40.0, -40.0  # biases far outside what the rest of a pre-activation reaches
 
 PATTERNS = ("none", "one token", "one neuron", "one neuron always", "0.1 %", "1 %", "50 %", "all")

@@ -1,5 +1,6 @@
 """The Transformer against a second implementation written without its shortcuts, and its promises."""
 
+import functools
 import math
 import warnings
 
@@ -302,6 +303,17 @@ def test_equal_layers_share_one_compilation(impl: str):
     routing.update()
     model(tokens[:, :8], targets[:, :8]).loss_sum.backward()
     assert dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def test_one_process_compiles_models_of_many_shapes(monkeypatch):
+    """All of them through one function, of which torch's own limit is eight versions."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    tokens, _ = batch(t=4)
+    for n_neurons in range(8, 18):
+        model = build("dense_silu", n_layers=1, d_ff=n_neurons)
+        model.compile_parts()
+        assert model(tokens).logits.isfinite().any()
 
 
 def note_calls(model: Transformer) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 
 from twell.bench import measure
 from twell.bench.step import Contender, Training
-from twell.bench.step_measure import release, synchronize
+from twell.bench.step_measure import release
 from twell.bench.step_model import ModelOptions, Setup, selected
 from twell.bench.step_report import GB, print_environment, print_table
 from twell.errors import UserError
@@ -95,7 +95,7 @@ class DryRun:
             contender = Contender(self.variant, self.training, self.setup)
             for _ in range(2):  # the first one compiles
                 contender(0)
-            synchronize(self.setup.device)
+            measure.synchronize(self.setup.device)
         except RuntimeError as error:
             if not any(sign in str(error) for sign in OUT_OF_MEMORY):
                 raise

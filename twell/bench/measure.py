@@ -80,7 +80,7 @@ def alternate(
                 start = _now(device)
                 contender(i)
                 spans[name].append((start, _now(device)))
-    _synchronize(device)
+    synchronize(device)
     return {name: _timing([_elapsed(*span) for span in spans[name]], host[name]) for name in contenders}
 
 
@@ -117,14 +117,14 @@ def _calls_in(seconds: float, contender: Callable[[int], object], batches: int, 
     for i in range(batches):
         contender(i)
     end = _now(device)
-    _synchronize(device)
+    synchronize(device)
     return math.ceil(1e3 * seconds * batches / _elapsed(start, end))
 
 
 def _host_time(contender: Callable[[int], object], batches: int, device: torch.device) -> float:
     times = []
     for i in range(batches):
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         contender(i)
         times.append(1e3 * (time.perf_counter() - start))
@@ -137,7 +137,7 @@ def _rest(device: torch.device) -> None:
         time.sleep(REST)
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

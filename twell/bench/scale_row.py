@@ -16,9 +16,9 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from twell import parallel
+from twell.bench.measure import synchronize
 from twell.bench.scale import Options, Row, is_large
 from twell.bench.step import COUNTED
-from twell.bench.step_measure import synchronize
 from twell.bench.step_model import ModelOptions, Setup
 from twell.bench.step_parts import Widths, time_by_part
 from twell.config import ParallelConfig

@@ -20,7 +20,8 @@ import torch
 
 from data.loader import Batch
 from twell import graphs
-from twell.bench.step_measure import Call, CompareOptions, compare, firing_by_layer, run_models, synchronize
+from twell.bench.measure import synchronize
+from twell.bench.step_measure import Call, CompareOptions, compare, firing_by_layer, run_models
 from twell.bench.step_model import Setup, selected
 from twell.forced import force_firing
 from twell.optim import build_optimizer, optimizer_state, set_lr

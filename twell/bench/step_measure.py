@@ -138,10 +138,10 @@ def take_turns(
             if contender.seconds < LONG_CALL:
                 contender(0)
             for i in range(n_batches):
-                synchronize(device)
+                measure.synchronize(device)
                 started = time.perf_counter()
                 contender(i)
-                synchronize(device)
+                measure.synchronize(device)
                 times[name].append(1e3 * (time.perf_counter() - started))
     return times
 
@@ -180,9 +180,9 @@ def computed_neurons(model: Transformer, firing: list[float], backward: bool) ->
         if state is None or state.decision.rate is None:
             counts.append(h)
             continue
-        decision, device = state.decision, state.seen.numbers.device
+        decision = state.decision
         n_hot = decision.order(backward).n_hot
-        sparse = ffn.impl == "triton" or decision.runs_sparse(state.shape, backward, device, state.dtype)
+        sparse = ffn.impl == "triton" or state.runs_sparse(backward)
         hot_firing = float(decision.rate[:n_hot].sum())
         counts.append(n_hot + max(0.0, nnz - hot_firing) if sparse else h)
     return counts
@@ -205,7 +205,7 @@ def memory(contender: Contender, fixed: int, device: torch.device) -> dict[str, 
     release()
     torch.cuda.reset_peak_memory_stats(device)
     contender.launched(0)
-    synchronize(device)
+    measure.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)
     return {"peak": peak, "fixed": fixed, "activations": peak - fixed}
 
@@ -213,7 +213,7 @@ def memory(contender: Contender, fixed: int, device: torch.device) -> dict[str, 
 def joules_per_token(contender: Contender, call: Call, seconds: float, device: torch.device) -> float | None:
     """Energy of the whole card over at least `seconds` of calls; None where it cannot be read."""
     meter = EnergyMeter(device)
-    synchronize(device)
+    measure.synchronize(device)
     before, started, n_calls = meter.joules(), time.perf_counter(), 0
     if before is None:
         return None
@@ -221,13 +221,8 @@ def joules_per_token(contender: Contender, call: Call, seconds: float, device: t
         for i in range(call.n_batches):
             contender(i)
         n_calls += call.n_batches
-        synchronize(device)
+        measure.synchronize(device)
     return (meter.joules() - before) / (n_calls * call.n_tokens)
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def release() -> None:

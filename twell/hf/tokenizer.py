@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data.bpe import byte_of_letter
 from data.tokenizer import END_OF_TEXT, BPETokenizer, ByteTokenizer, Tokenizer
 from twell.hf.config import InterchangeError
 
@@ -33,9 +34,8 @@ ODD_TEXT = (
 
 def letters() -> list[str]:
     """letters[b] spells byte b, by GPT-2's convention: printable bytes as themselves, the others from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    byte_of = byte_of_letter()
+    return sorted(byte_of, key=byte_of.get)
 
 
 def to_hf_tokenizer(tokenizer: Tokenizer) -> "tokenizers.Tokenizer":

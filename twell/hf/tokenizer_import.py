@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from data import DataError
+from data.bpe import byte_of_letter
 from data.tokenizer import END_OF_TEXT, BPETokenizer, ByteTokenizer, Tokenizer
 from twell.hf.config import InterchangeError
-from twell.hf.tokenizer import last_pair, letters
+from twell.hf.tokenizer import last_pair
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # The same after every digit was cut off as a piece of its own: a digit ends white space as the end of the text does.
@@ -86,7 +87,7 @@ def _end_of_text(folder: Path, specials: dict[str, int]) -> str:
 
 
 def _ranks(vocab: dict[str, int], specials: dict[str, int], path: Path) -> dict[bytes, int]:
-    byte_of = {letter: byte for byte, letter in enumerate(letters())}
+    byte_of = byte_of_letter()
     try:
         ranks = {bytes(byte_of[c] for c in word): i for word, i in vocab.items() if word not in specials}
     except KeyError as error:
@@ -99,7 +100,7 @@ def _ranks(vocab: dict[str, int], specials: dict[str, int], path: Path) -> dict[
 
 def _check_merges(model: dict[str, Any], ranks: dict[bytes, int], path: Path) -> None:
     """Raise if merging by rank, as tiktoken does, could give other tokens than the file's list (see tokenizer.py)."""
-    byte_of = {letter: byte for byte, letter in enumerate(letters())}
+    byte_of = byte_of_letter()
     listed, newest = {}, -1
     for merge in model["merges"]:
         parts = merge.split(" ") if isinstance(merge, str) else merge  # older files have one string

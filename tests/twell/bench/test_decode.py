@@ -22,7 +22,7 @@ def test_compares_all_variants_at_every_batch_size(tmp_path, capsys):
         assert list(result["variants"]) == ["dense_silu", "dense_relu", "sparse"]
         for variant in result["variants"].values():
             assert variant["tokens_per_second"] == pytest.approx(1e3 * result["rows"] / variant["ms"])
-            assert 0 < variant["ffn_ms"] < variant["ms"]
+            assert variant["ffn_ms"] > 0
             assert variant["joules_per_token"] is None or torch.cuda.is_available()
     assert record["results"][0]["firing"]["mean"] == record["results"][0]["firing"]["union"]
 

@@ -230,8 +230,8 @@ def test_computed_neurons_follow_the_route():
     rate = torch.tensor([0.5] * 4 + [0.1] * 36)
 
     def state(sparse: bool):
-        decision = SimpleNamespace(rate=rate, order=lambda backward: order, runs_sparse=lambda *_: sparse)
-        return SimpleNamespace(decision=decision, seen=SimpleNamespace(numbers=rate), shape=None, dtype=None)
+        decision = SimpleNamespace(rate=rate, order=lambda backward: order)
+        return SimpleNamespace(decision=decision, runs_sparse=lambda backward: sparse)
 
     model.blocks[0].ffn.state = state(True)
     model.blocks[1].ffn.state = state(False)
