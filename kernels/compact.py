@@ -54,7 +54,7 @@ class RowsShape(NamedTuple):
 
     n: int
     h: int
-    tiles: int  # cold tiles
+    tiles: int  # cold tiles, 0 if nobody asks which are occupied
     entries: int  # capacity E
     segments: int  # capacity S
     save_up: bool

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-TILE = 32  # neurons per tile of the weight gradients
+TILE = 16  # neurons per tile of the weight gradients
 
 
 class Order(NamedTuple):

@@ -55,7 +55,7 @@ def forward(
     gated = w_gate is not None
     w_first = w_gate if gated else w_up
     if slots:
-        shape = RowsShape(n, h, cold_tiles(h, order), room.entries, room.segments, gated and save)
+        shape = _rows_shape(n, h, order, room, gated, save)
         tiles = gate.gate_twell(x, w_first, slots)
         memory, packed = twell.compact_twell(
             tiles, order.hot_words, order.rank_of, order.n_hot, shape, counted, seen, save,
@@ -82,6 +82,11 @@ def forward(
     return SparseForward(y, l1, fired, packed, memory, shape)
 
 
+def _rows_shape(n: int, h: int, order: Order, room: Room, gated: bool, save: bool) -> RowsShape:
+    """Without `save` nobody asks for the occupied tiles, nor for x . w_up."""
+    return RowsShape(n, h, cold_tiles(h, order) if save else 0, room.entries, room.segments, gated and save)
+
+
 def _from_words(
     x: Tensor, w: Tensor, counted: Tensor | None, order: Order, room: Room | None, gated: bool, save: bool,
     sample: Tensor | None, stats: bool,
@@ -95,7 +100,7 @@ def _from_words(
     if measured:
         room = Room(entries=64 * n, segments=n, blocks=0)
     while True:
-        shape = RowsShape(n, h, cold_tiles(h, order), room.entries, room.segments, gated and save)
+        shape = _rows_shape(n, h, order, room, gated, save)
         memory, packed = compact.compact(
             words, scratch, order.hot_words, order.rank_of, order.n_hot, shape, counted, save, stats
         )

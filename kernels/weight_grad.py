@@ -1,7 +1,7 @@
-"""Weight gradients of the cold neurons: for each tile of 32, tensor-core products over the tokens that touch it.
+"""Weight gradients of the cold neurons: for each tile of 16, tensor-core products over the tokens that touch it.
 
-    x[tokens]^T   [dgate | dup] [tokens of the tile, 64]  ->  rows of dw_gate and dw_up, transposed
-    dy[tokens]^T  a             [tokens of the tile, 32]  ->  rows of dw_down, transposed
+    x[tokens]^T   [dgate | dup] [tokens of the tile, 32]  ->  rows of dw_gate and dw_up, transposed
+    dy[tokens]^T  a             [tokens of the tile, 16]  ->  rows of dw_down, transposed
 
 A token fires one or two neurons of a tile it touches, so these products are mostly zeros and small tiles waste less.
 They are transposed because the tensor cores take any multiple of 8 columns, but 64 rows at a time.
@@ -91,7 +91,7 @@ def _config(arch: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     if dtype == torch.float32:
         return 64, 32, 8, 2
     if arch in (80, 90, 100):
-        return 128, 64, 4, 4
+        return 128, 32, 4, 6
     return 128, 32, 4, 3
 
 
