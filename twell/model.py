@@ -155,8 +155,15 @@ class Block(nn.Module):
         mask: Tensor | None,
         counted: Tensor | None,
         firing: bool = True,
-    ) -> tuple[Tensor, FFNResult]:
-        return self.feed(self.attend(x, rope, mask), counted, firing)
+    ) -> tuple[Tensor, FFNResult, Tensor]:
+        """(the block's output, the FFN's result, what is between the halves).
+
+        The last is for the compiler alone. What a function returns it keeps for backward; otherwise it would keep the
+        two summands and, to save a write, read both wherever backward wants the sum: in three places.
+        """
+        between = self.attend(x, rope, mask)
+        x, result = self.feed(between, counted, firing)
+        return x, result, between.detach()
 
     def attend(self, x: Tensor, rope: Tensor, mask: Tensor | None) -> Tensor:
         """The first half."""
@@ -263,10 +270,10 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, FFNResult]:
         """Run a block, or for `recompute` its halves, so that only their inputs are kept for backward."""
         keep_inputs = functools.partial(checkpoint, self._run, use_reentrant=False, preserve_rng_state=False)
-        if self.recompute == "none":
-            return self._run(block, "forward", x, rope, mask, counted, self.counts_firing)
-        if self.recompute == "full":
-            return keep_inputs(block, "forward", x, rope, mask, counted, self.counts_firing)
+        if self.recompute != "selective":
+            run = self._run if self.recompute == "none" else keep_inputs
+            x, result, _ = run(block, "forward", x, rope, mask, counted, self.counts_firing)
+            return x, result
         x = self._run(block, "attend", x, rope, mask)
         return keep_inputs(block, "feed", x, counted, self.counts_firing)
 
