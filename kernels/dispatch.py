@@ -28,7 +28,7 @@ class Rates(NamedTuple):
     gather: float = 9.5e12  # weight rows out of L2 and L1, bytes/s
     gather_far: float = 8.2e12  # the same when they do not fit in L2, a piece at a time
     l2: float = 60e6  # bytes
-    tiles: float = 4.6e12  # x and dy rows gathered by the weight gradients, bytes/s
+    tiles: float = 6.2e12  # x and dy rows gathered by the weight gradients, bytes/s
     memory: float = 4.0e12  # device memory, bytes/s
     rows: float = 1e9  # tokens compacted per second, beside their
     entries: float = 2.6e10  # non-zeros per second; as many are moved between packed and dense layouts

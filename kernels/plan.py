@@ -51,10 +51,11 @@ def plan_place_kernel(
     block, tile = tl.program_id(0), tl.program_id(1)
     blocks, tiles = tl.num_programs(0), tl.num_programs(1)
     me = tile * blocks + block
-    before = tl.zeros((), tl.int32)
+    earlier = tl.zeros((COUNTS,), tl.int32)
     for s in range(0, me, COUNTS):
         i = s + tl.arange(0, COUNTS)
-        before += tl.sum(tl.load(counts + i, mask=i < me, other=0), 0)
+        earlier += tl.load(counts + i, mask=i < me, other=0)
+    before = tl.sum(earlier, 0)
     t = block * B + tl.arange(0, B)
     o = tl.load(occupied + tile.to(tl.int64) * n + t, mask=t < n, other=0).to(tl.int32)
     at = before + tl.cumsum(o, 0) - o

@@ -79,7 +79,7 @@ def rows_config(arch: int, d: int, backward: bool) -> tuple[int, int, int]:
     if padded <= 1024:
         return 1, 1 if backward else 2, 1
     if padded <= 2048:
-        return 4, 1, 1
+        return (4, 1, 1) if backward else (2, 2, 1)
     return 8, 1, 1 if backward else 3
 
 
