@@ -6,8 +6,9 @@ tokens[offsets[i] : offsets[i + 1]] are the tokens of tile i, ascending; slot[i,
 (undefined where the tile is not occupied). The two value blocks that rows.py fills, one row of TILE (or twice as many)
 values for each slot, are cleared here, because only this stage knows which part of them is in use.
 
-Two kernels over the same grid (tile, block of tokens): count, then place. A program of the second adds up the counts
-before its own block itself: that is a few thousand integers out of L2, cheaper than another launch for a scan.
+Two kernels over the same grid (tile, block of tokens): count, then place. A program of the second adds up what comes
+before it by itself: the totals of the earlier tiles and the counts of its own tile's earlier blocks. That is a thousand
+integers out of L2, cheaper than another launch for a scan.
 """
 
 from typing import NamedTuple
@@ -35,27 +36,33 @@ class NeuronTiles(NamedTuple):
 
 
 @triton.jit
-def plan_count_kernel(occupied, counts, n, B: tl.constexpr):
+def plan_count_kernel(occupied, totals, counts, n, B: tl.constexpr):
     block, tile = tl.program_id(0), tl.program_id(1)
     t = block * B + tl.arange(0, B)
     o = tl.load(occupied + tile.to(tl.int64) * n + t, mask=t < n, other=0).to(tl.int32)
-    tl.store(counts + tile * tl.num_programs(0) + block, tl.sum(o, 0))
+    count = tl.sum(o, 0)
+    tl.store(counts + tile * tl.num_programs(0) + block, count)
+    tl.atomic_add(totals + tile, count, sem="relaxed")
+
+
+@triton.jit
+def _sum_of_first(numbers, length, B: tl.constexpr):
+    i = tl.arange(0, B)
+    parts = tl.zeros((B,), tl.int32)
+    for s in range(0, length, B):
+        parts += tl.load(numbers + s + i, mask=s + i < length, other=0)
+    return tl.sum(parts, 0)
 
 
 @triton.jit
 def plan_place_kernel(
-    occupied, counts, tokens, offsets, slot, inner, hidden, numbers, n, capacity,
-    COUNTS: tl.constexpr, B: tl.constexpr, INNER: tl.constexpr, HIDDEN: tl.constexpr, CLEAR: tl.constexpr,
+    occupied, totals, counts, tokens, offsets, slot, inner, hidden, numbers, n, capacity,
+    B: tl.constexpr, INNER: tl.constexpr, HIDDEN: tl.constexpr, CLEAR: tl.constexpr,
     PER_TOKENS: tl.constexpr, NOTE: tl.constexpr,
 ):  # fmt: skip
     block, tile = tl.program_id(0), tl.program_id(1)
     blocks, tiles = tl.num_programs(0), tl.num_programs(1)
-    me = tile * blocks + block
-    earlier = tl.zeros((COUNTS,), tl.int32)
-    for s in range(0, me, COUNTS):
-        i = s + tl.arange(0, COUNTS)
-        earlier += tl.load(counts + i, mask=i < me, other=0)
-    before = tl.sum(earlier, 0)
+    before = _sum_of_first(totals, tile, 1024) + _sum_of_first(counts + tile * blocks, block, 32)
     t = block * B + tl.arange(0, B)
     o = tl.load(occupied + tile.to(tl.int64) * n + t, mask=t < n, other=0).to(tl.int32)
     at = before + tl.cumsum(o, 0) - o
@@ -64,7 +71,7 @@ def plan_place_kernel(
     tl.store(tokens + at, t, mask=(o != 0) & (at < capacity))
     if block == 0:
         tl.store(offsets + tile, before)
-    if me == blocks * tiles - 1:
+    if (tile == tiles - 1) & (block == blocks - 1):
         tl.store(offsets + tiles, end)
         if NOTE:
             note_room(numbers, 4, end, capacity, n, PER_TOKENS)
@@ -88,7 +95,8 @@ def plan(
     tiles, n = occupied.shape
     device = occupied.device
     blocks = triton.cdiv(n, BLOCK)
-    counts = torch.empty(tiles * blocks, dtype=torch.int32, device=device)
+    numbers = torch.zeros(tiles * (1 + blocks), dtype=torch.int32, device=device)
+    totals, counts = numbers[:tiles], numbers[tiles:]
     result = NeuronTiles(
         tokens=torch.empty(capacity, dtype=torch.int32, device=device),
         offsets=torch.empty(tiles + 1, dtype=torch.int32, device=device),
@@ -99,10 +107,10 @@ def plan(
     if tiles * blocks == 0:
         result.offsets.zero_()
         return result
-    plan_count_kernel[(blocks, tiles)](occupied, counts, n, B=BLOCK, num_warps=4)
+    plan_count_kernel[(blocks, tiles)](occupied, totals, counts, n, B=BLOCK, num_warps=4)
     plan_place_kernel[(blocks, tiles)](
-        occupied, counts, *result, counts if seen is None else seen.numbers, n, capacity, COUNTS=1024, B=BLOCK,
-        INNER=inner, HIDDEN=hidden, CLEAR=32, PER_TOKENS=PER, NOTE=seen is not None, num_warps=4,
+        occupied, totals, counts, *result, counts if seen is None else seen.numbers, n, capacity, B=BLOCK, INNER=inner,
+        HIDDEN=hidden, CLEAR=32, PER_TOKENS=PER, NOTE=seen is not None, num_warps=4,
     )  # fmt: skip
     return result
 
@@ -110,6 +118,7 @@ def plan(
 def aot_cases(arch: int) -> list[AotCase]:
     signature = {
         "occupied": "*i8",
+        "totals": "*i32",
         "counts": "*i32",
         "tokens": "*i32",
         "offsets": "*i32",
@@ -118,7 +127,6 @@ def aot_cases(arch: int) -> list[AotCase]:
     }
     signature |= {"hidden": "*bf16", "numbers": "*i64", "n": "i32", "capacity": "i32"}
     place = {
-        "COUNTS": 1024,
         "B": BLOCK,
         "INNER": 2 * TILE,
         "HIDDEN": TILE,
