@@ -102,7 +102,7 @@ def train(cfg: Config, closing: ExitStack) -> None:
 
     # ---- Optimizer and schedule. The schedule's end is fixed when the run is first started: a longer run does not
     # stretch it unless optim.schedule.horizon says so.
-    optimizers = build_optimizer(weights.masters, cfg.optim, ranks.device)
+    optimizers = build_optimizer(weights.masters, cfg.optim, ranks.device, weights.flat)
     per_unit = cfg.batch.tokens if cfg.optim.schedule.unit == "steps" else 1  # tokens
     first_length = resumed["horizon_tokens"] if resumed else steps * cfg.batch.tokens
     horizon = cfg.optim.schedule.horizon or first_length // per_unit

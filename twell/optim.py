@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
+from twell.adamw import FlatAdamW
 from twell.config import OptimConfig, ScheduleConfig
+from twell.weights import Flat
 
 
 def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
@@ -27,23 +29,24 @@ def parameter_groups(parameters: Iterable[nn.Parameter], weight_decay: float) ->
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(masters: dict[str, nn.Parameter], cfg: OptimConfig, device: torch.device) -> list[Optimizer]:
+def build_optimizer(
+    masters: dict[str, nn.Parameter], cfg: OptimConfig, device: torch.device, flat: Flat | None = None
+) -> list[Optimizer]:
     """The optimizers of `cfg.kind` for named parameters; each group's "peak_lr" is what `set_lr` multiplies.
 
     adamw: one AdamW over everything. muon: torch.optim.Muon on the hidden matrices (2-D parameters of the blocks) and
-    AdamW on the rest. Fused kernels on CUDA and CPU.
+    AdamW on the rest. Fused kernels on CUDA and CPU; where all masters lie in `flat`, adamw is our own single pass.
     """
     hidden, others = [], []
     for name, parameter in masters.items():
         is_hidden = cfg.kind == "muon" and name.startswith("blocks.") and parameter.ndim == 2
         (hidden if is_hidden else others).append((name, parameter))
-    adamw = AdamW(
-        parameter_groups((p for _, p in others), cfg.weight_decay),
-        lr=cfg.lr,
-        betas=tuple(cfg.betas),
-        eps=cfg.eps,
-        fused=device.type in ("cuda", "cpu"),
-    )
+    groups = parameter_groups((p for _, p in others), cfg.weight_decay)
+    options = {"lr": cfg.lr, "betas": tuple(cfg.betas), "eps": cfg.eps}
+    if flat is not None and not hidden:
+        adamw = FlatAdamW(groups, flat, **options)
+    else:
+        adamw = AdamW(groups, fused=device.type in ("cuda", "cpu"), **options)
     optimizers: list[Optimizer] = [adamw]
     if hidden:
         optimizers.append(Muon(_muon_groups(hidden, cfg), lr=cfg.muon_lr, momentum=cfg.muon_momentum))
@@ -110,23 +113,23 @@ class Schedule:
 
 
 @torch.no_grad()
-def clip_and_scale(
+def norm_and_factor(
     grad: Tensor,
     scale: Tensor,
     max_norm: float,
     norm_of: Callable[[Tensor], Tensor] = torch.linalg.vector_norm,
-) -> Tensor:
-    """Multiply `grad` in place by `scale`, and so that its norm is at most `max_norm` (0: no limit).
+) -> tuple[Tensor, Tensor]:
+    """What `grad` times `scale` has for a norm, and what to multiply `grad` by to scale it and clip that norm.
 
-    Both factors go into one pass. `grad` is the flat fp32 buffer of gradients, `scale` a scalar on the device; nothing
-    waits for the device. `norm_of(grad)` is the norm, in case `grad` is only a part of it all. Returns the norm []
-    of the scaled gradients before clipping; non-finite gradients give a non-finite norm.
+    `grad` is the flat fp32 buffer of gradients and stays as it is, `scale` a scalar on the device; nothing waits for
+    the device. `norm_of(grad)` is the norm, in case `grad` is only a part of it all. Returns (the norm [] of the scaled
+    gradients before clipping, the factor [] that makes it at most `max_norm`, 0 being no limit); non-finite gradients
+    give a non-finite norm.
     """
     norm = norm_of(grad) * scale
     if max_norm > 0:
         scale = scale * (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    grad.mul_(scale)
-    return norm
+    return norm, scale
 
 
 def optimizer_state(masters: dict[str, nn.Parameter], optimizers: list[Optimizer]) -> dict[str, Tensor]:

@@ -30,8 +30,10 @@ from twell.weights import flat_views
 class ShardedWeights:
     """The parameters of `model`, divided; the same face as `twell.weights.Weights`.
 
-    masters, grad: of this rank's shares.
+    masters, grad: of this rank's shares. FSDP adds to them and gathers them, so that there is nothing `flat`.
     """
+
+    flat = None
 
     def __init__(self, model: Transformer, compute_dtype: torch.dtype, cfg: ParallelConfig, ranks: Ranks):
         """`model` lies on `ranks.device` with equal values on all ranks, or on "meta": then fill it afterwards."""

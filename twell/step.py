@@ -1,8 +1,8 @@
 """One optimizer step, as train.py and `bench step` both run it.
 
     gradients   zero the gradients; for each micro-batch forward, backward and accumulation
-    finish      sum over ranks, average over tokens, clip; the one host read
-    update      the optimizer, and the model's weights from the masters
+    finish      sum over ranks; the factor that averages over tokens and clips; the one host read
+    update      the optimizer, with that factor, and the model's weights from the masters
 
 Only `finish` waits for the device.
 """
@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 
 from data.loader import Batch
 from twell import parallel
+from twell.adamw import FlatAdamW
 from twell.graphs import CudaRecorder, GraphedMicroStep
 from twell.hostread import HostRead, StepWord
 from twell.loss import IGNORE
 from twell.model import Transformer
-from twell.optim import clip_and_scale
+from twell.optim import norm_and_factor
 from twell.sparsity import SparsityStats
 from twell.weights import Weights
 
@@ -94,6 +95,7 @@ class Step:
         if graph_signature is not None:
             self._micro_step = GraphedMicroStep(micro_step, graph_signature, CudaRecorder(device))
         self.grad_norm = torch.zeros((), device=device)
+        self._factor = torch.ones((), device=device)  # of the gradients, in `update`
         self.host_read = HostRead(device)
 
     def gradients(self, batches: Sequence[Batch]) -> None:
@@ -105,19 +107,24 @@ class Step:
             self._micro_step(batch)
 
     def finish(self, stop: bool = False) -> StepWord:
-        """Make the gradients those of the whole batch, clipped, and wait for what the host must know.
+        """Sum the gradients over ranks, find what averages and clips them, and wait for what the host must know.
 
         `stop`: whether this process was asked to stop.
         """
         parallel.sum_over_ranks(self.sums)
         self._weights.join()
         per_token = (self._batch_tokens / self.sums[2]).float()
-        self.grad_norm = clip_and_scale(self._weights.grad, per_token, self._clip, self._weights.norm)
+        weights = self._weights
+        self.grad_norm, self._factor = norm_and_factor(weights.grad, per_token, self._clip, weights.norm)
         finite = self.sums[:2].isfinite().all() & self.grad_norm.isfinite()
         return self.host_read.read(finite, self._overflowed(), stop)
 
     def update(self) -> None:
-        """Move the weights along the gradients."""
+        """Move the weights along the averaged and clipped gradients."""
+        if isinstance(self._optimizers[0], FlatAdamW):  # which scales the gradients and refreshes the weights itself
+            self._optimizers[0].step(factor=self._factor)
+            return
+        self._weights.grad.mul_(self._factor)
         for optimizer in self._optimizers:
             optimizer.step()
         self._weights.refresh()

@@ -7,13 +7,21 @@ micro-batches are added up in fp32. With fp32 compute the masters are the model'
 """
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from kernels import launch
+from kernels.optimizer import accumulate
 from twell import parallel
 
 ALIGNMENT = 64  # elements; every tensor starts at a multiple, so that kernels may load 16 bytes at once
+
+
+def padded(n: int) -> int:
+    """Elements that a tensor of `n` takes in a flat buffer."""
+    return -(-n // ALIGNMENT) * ALIGNMENT
 
 
 def _layout(tensors: Iterable[Tensor]) -> tuple[list[int], int]:
@@ -21,7 +29,7 @@ def _layout(tensors: Iterable[Tensor]) -> tuple[list[int], int]:
     starts, n = [], 0
     for tensor in tensors:
         starts.append(n)
-        n += -(-tensor.numel() // ALIGNMENT) * ALIGNMENT
+        n += padded(tensor.numel())
     return starts, n
 
 
@@ -32,12 +40,26 @@ def flat_views(tensors: Sequence[Tensor], dtype: torch.dtype = torch.float32) ->
     return flat, [flat[start : start + t.numel()].view(t.shape) for start, t in zip(starts, tensors)]
 
 
+class Flat(NamedTuple):
+    """All weights in flat memory, every tensor at the same place of each buffer, zeros between them."""
+
+    master: Tensor  # fp32 [n]
+    grad: Tensor  # fp32 [n]
+    compute: Tensor  # compute dtype [n], the master rounded
+
+
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether kernels of our own work on flat memory there: on GPUs that Triton supports."""
+    return device.type == "cuda" and launch.supported(device, dtype) is None
+
+
 class Weights:
     """The parameters of `model`, computing in `compute_dtype`.
 
     masters  fp32 parameters under the model's names; their `.grad` is what the optimizer reads.
     grad     fp32 [n], all those gradients in one flat buffer, zero between the tensors. It stays where it is: one
              reduction gives the norm, one collective joins the ranks.
+    flat     all of it for kernels, which add to it and update it in one pass; None in fp32, and where they do not run.
 
     One step is `zero_grad`, then for each micro-batch `begin`, backward and `accumulate`, then `join`, the optimizer
     and `refresh`. All ranks hold the same; `join` makes the gradients those of all ranks. The model's parameters stay
@@ -48,7 +70,7 @@ class Weights:
         parameters = dict(model.named_parameters())
         self._parameters = list(parameters.values())
         self.grad, self._grads = flat_views(self._parameters)
-        self._master = self._compute = None
+        self._master = self._compute = self.flat = None
         if compute_dtype == torch.float32:
             self.masters = parameters
         else:
@@ -61,6 +83,8 @@ class Weights:
                 parameter.data = compute
                 self.masters[name] = nn.Parameter(master)
             self.refresh()
+            if has_kernels(self.grad.device, compute_dtype):
+                self.flat = Flat(self._master, self.grad, self._compute)
         for master, grad in zip(self.masters.values(), self._grads):
             master.grad = grad
         self._overwrite = False
@@ -94,9 +118,13 @@ class Weights:
         if self._compute is None:
             return
         members = [i for i in members if self._parameters[i].grad is not None]
-        if members:
+        totals, grads = [self._grads[i] for i in members], [self._parameters[i].grad for i in members]
+        if self.flat is not None:
+            for total, grad in zip(totals, grads):
+                accumulate(total, grad, self._overwrite)
+        elif members:
             add = torch._foreach_copy_ if self._overwrite else torch._foreach_add_
-            add([self._grads[i] for i in members], [self._parameters[i].grad for i in members])
+            add(totals, grads)
         for i in members:
             self._parameters[i].grad = None
 

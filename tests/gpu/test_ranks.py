@@ -40,7 +40,7 @@ def train(model: Transformer, weights, compiled: bool, n_steps: int = 4) -> list
     if compiled:
         model.compile_parts()
     routing = Routing(model, GPU, torch.bfloat16)
-    optimizers = build_optimizer(weights.masters, OptimConfig(kind="adamw", lr=1e-2), GPU)
+    optimizers = build_optimizer(weights.masters, OptimConfig(kind="adamw", lr=1e-2), GPU, weights.flat)
     weights.whole_state(optimizer_state(weights.masters, optimizers))
     options = {"l1_weight": torch.full((3,), 1e-3, device=GPU), "batch_tokens": 4 * 64, "clip": 1.0}
     step = Step(model, weights, optimizers, overflowed=routing.overflowed, **options)

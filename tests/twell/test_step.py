@@ -26,7 +26,7 @@ def make(dtype: torch.dtype = torch.float32, clip: float = 0.0, overflowed=never
     """A model, its weights and its step, with a small penalty on L1."""
     model = build(dtype=dtype)
     weights = Weights(model, dtype)
-    optimizers = build_optimizer(weights.masters, OptimConfig(kind="adamw", lr=1e-2), CPU)
+    optimizers = build_optimizer(weights.masters, OptimConfig(kind="adamw", lr=1e-2), CPU, weights.flat)
     options = {
         "l1_weight": torch.full((3,), L1_WEIGHT),
         "batch_tokens": TOKENS,
@@ -93,6 +93,23 @@ def test_bf16_trains_the_masters_and_the_model_follows():
     assert losses == sorted(losses, reverse=True)
     assert after.dtype == torch.float32 and not torch.equal(after, before)
     assert torch.equal(model.blocks[1].ffn.w_up, after.bfloat16())
+
+
+def test_kernels_take_the_same_steps(monkeypatch):
+    """In fp16, which Triton's interpreter rounds to as torch does."""
+    _, expected, plain = make(torch.float16, clip=0.1)
+    monkeypatch.setattr("twell.weights.has_kernels", lambda device, dtype: True)
+    model, weights, step = make(torch.float16, clip=0.1)
+    for _ in range(3):
+        for each in (plain, step):
+            each.gradients(micro_batches(1))
+            assert not each.finish().nonfinite
+            each.update()
+        assert_close(step.grad_norm, plain.grad_norm, rtol=1e-4, atol=0)
+    assert expected.flat is None and weights.flat is not None
+    for name, master in expected.masters.items():
+        assert_close(weights.masters[name], master, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+        assert torch.equal(model.get_parameter(name), weights.masters[name].half()), name
 
 
 def test_the_word_says_what_went_wrong():

@@ -30,7 +30,9 @@ def test_with_fp32_compute_the_masters_are_the_parameters():
 
 
 @pytest.mark.parametrize("always_add", [False, True])
-def test_bf16_gradients_add_up_in_fp32_and_masters_keep_small_steps(always_add: bool):
+@pytest.mark.parametrize("kernels", [False, True])
+def test_bf16_gradients_add_up_in_fp32_and_masters_keep_small_steps(monkeypatch, kernels: bool, always_add: bool):
+    monkeypatch.setattr("twell.weights.has_kernels", lambda device, dtype: kernels)
     model = build(dtype=torch.bfloat16)
     exact = {name: p.detach().clone() for name, p in model.named_parameters()}
     parameters = dict(model.named_parameters())

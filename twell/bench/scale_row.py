@@ -66,7 +66,7 @@ class Training:
         if setup.compiled:
             self.model.compile_parts()
         self.routing = Routing(self.model, setup.device, setup.dtype)
-        self.optimizers = build_optimizer(self.weights.masters, setup.cfg.optim, ranks.device)
+        self.optimizers = build_optimizer(self.weights.masters, setup.cfg.optim, ranks.device, self.weights.flat)
         set_lr(self.optimizers, 0.0)
         self.state = self.weights.whole_state(optimizer_state(self.weights.masters, self.optimizers))
         n_layers = setup.cfg.model.n_layers

@@ -53,7 +53,7 @@ class Training:
         if setup.forced:
             tokens, masters = self.batches[0].tokens, self.weights.masters
             force_firing(self.model, options.nnz, tokens, token_sigma=options.spread, masters=masters)
-        self.optimizers = build_optimizer(self.weights.masters, cfg.optim, self.device)
+        self.optimizers = build_optimizer(self.weights.masters, cfg.optim, self.device, self.weights.flat)
         set_lr(self.optimizers, 0.0)
         self.state = optimizer_state(self.weights.masters, self.optimizers)
         n_layers = cfg.model.n_layers

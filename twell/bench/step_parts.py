@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 PARTS = ("ffn", "attention", "head", "optimizer", "other")
 
-OPTIMIZER = re.compile(r"^Optimizer\.|_foreach_|_fused_adam|multi_tensor")
+OPTIMIZER = re.compile(r"^Optimizer\.|_foreach_|_fused_adam|multi_tensor|^(accumulate|adamw)_kernel")
 OUR_FFN = re.compile(r"twell::ffn_|_Eager")
 ATTENTION = re.compile(r"attention|flash|fmha|sdpa|cudnn", re.IGNORECASE)
 # What the names of kernels and of operators whose shapes say nothing contain.

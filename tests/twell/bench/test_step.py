@@ -183,7 +183,11 @@ def operator(name: str, *shapes: list[int], parent=None):
         ),
         ("vectorized_add", operator("aten::_foreach_add_"), "optimizer"),
         ("copy", operator("aten::copy_", [9999], [9999]), "optimizer"),
+        ("accumulate_kernel", None, "optimizer"),
+        ("adamw_kernel", operator("something_else"), "optimizer"),
         ("triton_red_fused_exp_log_softmax", operator("triton_red_fused_exp_log_softmax"), "head"),
+        ("cross_entropy_kernel", operator("_LinearCrossEntropy", [64, 32]), "head"),
+        ("cross_entropy_scale_kernel", operator("_LinearCrossEntropyBackward", [1]), "head"),
         ("triton_poi_fused_mul_silu_0", None, "ffn"),
         ("triton_poi_fused_mul_0", operator("triton_poi_fused_mul_0", [64, 80]), "ffn"),
         (
