@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kernels.ops import unsupported
+
 IGNORE = -100  # the target of a token that the loss does not count
-CHUNK_BYTES = 1 << 29  # logits held at a time; their gradient takes as much again
+CHUNK_BYTES = 1 << 30  # of logits held at a time, and of their gradient where it does not take their place
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int, *, compiled: bool = False, chunk: int | None = None
+    x: Tensor, weight: Tensor, targets: Tensor, n_vocab: int, *, chunk: int | None = None
 ) -> Tensor:
     """Cross-entropy in nats of the logits x weight^T, summed over the tokens whose target is not IGNORE: fp32 [].
 
@@ -24,31 +26,32 @@ def linear_cross_entropy(
         x: [n, d].
         weight: [vocab_size, d], of the dtype of x; rows from `n_vocab` on have no probability.
         targets: int64 [n].
-        compiled: run what is between the products through torch.compile.
         chunk: tokens whose logits exist at a time; None: as many as CHUNK_BYTES allow.
     """
     if chunk is None:
-        chunk = _chunk_tokens(len(x), weight.shape[0] * x.element_size())
+        tensors = 1 if _in_one_kernel(x.device, x.dtype) else 2
+        chunk = _chunk_tokens(len(x), tensors * weight.shape[0] * x.element_size())
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _LinearCrossEntropy.apply(x, weight, targets, n_vocab, compiled, chunk)
+        return _LinearCrossEntropy.apply(x, weight, targets, n_vocab, chunk)
     losses = x.new_empty(len(x), dtype=_wide(x.dtype))
     for rows in _chunks(len(x), chunk):
-        losses[rows], _ = _softmax(compiled)(x[rows] @ weight.T, targets[rows], n_vocab, False)
+        _cross_entropy(x[rows] @ weight.T, targets[rows], losses[rows], n_vocab, False)
     return losses.sum().float()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, targets, n_vocab, compiled, chunk):
+    def forward(ctx, x, weight, targets, n_vocab, chunk):
         losses = x.new_empty(len(x), dtype=_wide(x.dtype))
         dx = torch.empty_like(x)
         dw = torch.zeros_like(weight, dtype=_wide(x.dtype))
         for rows in _chunks(len(x), chunk):
             logits = x[rows] @ weight.T  # [chunk, vocab_size]
-            losses[rows], dlogits = _softmax(compiled)(logits, targets[rows], n_vocab, True)
+            dlogits = _cross_entropy(logits, targets[rows], losses[rows], n_vocab, True)
             del logits
             torch.mm(dlogits, weight, out=dx[rows])
             _add_product(dw, dlogits, x[rows])
+            del dlogits  # before the next logits are made
         ctx.save_for_backward(dx, dw)
         return losses.sum().float()
 
@@ -56,41 +59,44 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dloss):
         dx, dw = ctx.saved_tensors
-        dloss = dloss.view(1, 1)  # not a scalar: torch would round it to bf16 before multiplying
-        out = torch.empty_like(dx), torch.empty_like(dw, dtype=dx.dtype)
-        torch.mul(dx, dloss, out=out[0])
-        torch.mul(dw, dloss, out=out[1])
-        return *out, None, None, None, None
+        return _scaled(dx, dloss, dx.dtype), _scaled(dw, dloss, dx.dtype), None, None, None
 
 
-def _softmax_and_gradient(
-    logits: Tensor, targets: Tensor, n_vocab: int, with_gradient: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Losses [n] of logits [n, vocab_size], and the gradient of their sum in the dtype of the logits.
+def _cross_entropy(logits: Tensor, targets: Tensor, losses: Tensor, n_vocab: int, with_gradient: bool) -> Tensor | None:
+    """Fill losses [n] of logits [n, vocab_size]; the gradient of their sum, which may take the place of the logits."""
+    if _in_one_kernel(logits.device, logits.dtype):
+        from kernels.cross_entropy import cross_entropy  # needs triton
 
-    Compiled, it is one kernel that reads each row once from memory and, while it is in the cache, writes its gradient.
-    """
+        cross_entropy(logits, targets, losses, n_vocab, IGNORE, with_gradient)
+        return logits if with_gradient else None
+
     counted = targets != IGNORE
     picked = targets.where(counted, 0)[:, None]  # [n, 1]
-    ids = torch.arange(logits.shape[1], device=logits.device)
     wide = logits.to(_wide(logits.dtype))
-    if n_vocab < logits.shape[1]:  # a mask, not a slice: rows of vocab_size elements stay aligned
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    if n_vocab < logits.shape[1]:
         wide = wide.masked_fill(ids >= n_vocab, -torch.inf)
-    highest = wide.amax(1, keepdim=True)  # [n, 1]
-    log_total = highest + (wide - highest).exp().sum(1, keepdim=True).log()  # not logsumexp: that takes another pass
-    picked_logit = logits.gather(1, picked).to(wide.dtype)
-    losses = (log_total - picked_logit).squeeze(1).where(counted, 0.0)
+    log_total = wide.logsumexp(1, keepdim=True)  # [n, 1]
+    losses.copy_((log_total - wide.gather(1, picked)).squeeze(1).where(counted, 0.0))
     if not with_gradient:
-        return losses, None
+        return None
     gradient = (wide - log_total).exp() - (ids == picked).to(wide.dtype)
-    return losses, gradient.where(counted[:, None], 0.0).to(logits.dtype)
+    return gradient.where(counted[:, None], 0.0).to(logits.dtype)
 
 
-_compiled_softmax_and_gradient = torch.compile(_softmax_and_gradient, fullgraph=True, dynamic=False)
+def _scaled(t: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """t * factor in `dtype`, which is never wider than t; factor fp32 []."""
+    if _in_one_kernel(t.device, dtype):
+        from kernels.cross_entropy import scaled  # needs triton
+
+        return scaled(t, factor, dtype)
+    # Not by a scalar, which torch would round to the dtype of t before multiplying.
+    return torch.mul(t, factor.view(1, 1), out=torch.empty_like(t, dtype=dtype))
 
 
-def _softmax(compiled: bool):
-    return _compiled_softmax_and_gradient if compiled else _softmax_and_gradient
+def _in_one_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether losses and gradient of logits take one pass, in which the gradient takes their place."""
+    return device.type == "cuda" and unsupported(device, dtype, 1) is None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -99,7 +105,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _chunk_tokens(n: int, row_bytes: int) -> int:
-    """Tokens per chunk: within CHUNK_BYTES, and if possible all chunks alike, so that one shape is compiled."""
+    """Tokens per chunk: within CHUNK_BYTES, and if possible all chunks alike: products of few rows are slow."""
     fewest = max(1, -(-n * row_bytes // CHUNK_BYTES))
     n_chunks = next((k for k in range(fewest, 2 * fewest) if n % k == 0), fewest)
     return max(1, -(-n // n_chunks))

@@ -216,7 +216,7 @@ class Transformer(nn.Module):
         self._compiled = False
 
     def compile_parts(self) -> None:
-        """From now on run the blocks and the loss through torch.compile.
+        """From now on run the blocks through torch.compile.
 
         Each block by itself, not the model as a whole: equal layers share one compilation, which then takes as long for
         40 layers as for one.
@@ -260,9 +260,7 @@ class Transformer(nn.Module):
         l1_sum = torch.stack([zero if r.l1 is None else r.l1 for r in results])
         if targets is None:
             return ModelOutput(zero, l1_sum, logits=self._logits(x, weight))
-        loss_sum = linear_cross_entropy(
-            x.flatten(0, 1), weight, targets.flatten(), self.n_vocab, compiled=self._compiled
-        )
+        loss_sum = linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), self.n_vocab)
         return ModelOutput(loss_sum, l1_sum, _collect_stats(results, counted))
 
     def _run_block(
