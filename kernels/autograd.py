@@ -15,6 +15,7 @@ from kernels import dense, sparse
 from kernels.compact import RowsShape
 from kernels.dispatch import Shape
 from kernels.order import natural
+from kernels.products import over_tokens
 from kernels.state import Decision, FFNState
 from kernels.summary import summarize
 
@@ -144,9 +145,9 @@ def _dense_backward(dy, dl1, x, w_gate, w_up, w_down, counted, memory):
     du = torch.empty_like(da) if gated else None
     dense.activate_backward(z, u, da, du, dl1, counted)
     if not gated:
-        return da @ w_up, None, da.T @ x, a.T @ dy
+        return da @ w_up, None, over_tokens(da, x), over_tokens(a, dy)
     dx = (da @ w_gate).addmm_(du, w_up)
-    return dx, da.T @ x, du.T @ x, a.T @ dy
+    return dx, over_tokens(da, x), over_tokens(du, x), over_tokens(a, dy)
 
 
 ffn_backward = torch.library.custom_op("twell::ffn_backward", backward_pass, mutates_args=())

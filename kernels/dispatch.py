@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.order import TILE
+from kernels.products import WHOLE
 
 HYSTERESIS = 0.03
 
@@ -28,7 +29,7 @@ class Rates(NamedTuple):
     gather: float = 9.5e12  # weight rows out of L2 and L1, bytes/s
     gather_far: float = 8.2e12  # the same when they do not fit in L2, a piece at a time
     l2: float = 60e6  # bytes
-    tiles: float = 6.2e12  # x and dy rows gathered by the weight gradients, bytes/s
+    tiles: float = 4.6e12  # x and dy rows gathered by the weight gradients, bytes/s
     memory: float = 4.0e12  # device memory, bytes/s
     rows: float = 1e9  # tokens compacted per second, beside their
     entries: float = 2.6e10  # non-zeros per second; as many are moved between packed and dense layouts
@@ -102,8 +103,8 @@ def host_costs(rates: Rates, n_hot: int | None) -> Costs:
 
 def best_n_hot(shape: Shape, rates: Rates, rate: Tensor, backward: bool) -> tuple[int, Costs]:
     """The number of hot neurons that makes a pass with or without backward fastest, and what it then costs."""
-    alive = -(-int((rate > 0).sum()) // TILE) * TILE
-    candidates = torch.arange(0, min(alive, shape.h) + 1, TILE)
+    alive = -(-int((rate > 0).sum()) // WHOLE) * WHOLE
+    candidates = torch.arange(0, min(alive, shape.h) + 1, WHOLE)
     costs = sparse_costs(shape, rates, rate, candidates)
     best = int((costs[0] + costs[1] * backward).argmin())
     return int(candidates[best]), Costs(float(costs[0][best]), float(costs[1][best]))

@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels import compact, gate, hot, plan, rows, twell, weight_grad
 from kernels.compact import PackedRows, RowsShape
 from kernels.order import TILE, Order
+from kernels.products import over_tokens
 from kernels.room import Room
 from kernels.summary import Seen, summarize
 
@@ -138,8 +139,8 @@ def backward(
         del da_hot
         dx = inner @ weights[:-n_hot]
         dw = weights  # as large, and not needed any more
-        torch.mm(inner.T, x, out=dw[:-n_hot])
-        torch.mm(hidden.T, dy, out=dw[-n_hot:])
+        over_tokens(inner, x, out=dw[:-n_hot])
+        over_tokens(hidden, dy, out=dw[-n_hot:])
         hot.scatter_rows(dw, [dw_gate, dw_up, dw_down] if gated else [dw_up, dw_down], order.order, n_hot)
         del inner, hidden, weights, dw
     else:
