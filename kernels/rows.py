@@ -191,12 +191,13 @@ def forward(
     piece = piece_of(x.device, d, w_down.shape[0], x.element_size())
     pieces, programs = triton.cdiv(d, piece), rows.segments + n
     dots = partial_dots(x, w_up, rows, piece) if gated and pieces > 1 else sums
-    warps, j, stages = rows_config(capability(x.device), piece, backward=False)
+    saves = rows.up.shape[0] > 0
+    warps, j, stages = rows_config(capability(x.device), piece, backward=False, alone=gated and not saves)
     rows_forward_kernel[(pieces * programs,)](
         x, w_up if gated else w_down, w_down, dots, rows.column, rows.value, rows.up, rows.start, rows.count, rows.hot,
         rows.segment_row, rows.segment_first, rows.needed, rows.count if counted is None else counted, y, partial,
         partial_l1, l1, rows.segments, programs, rows.column.shape[0], D=d, DP=piece, J=j, STAGES=stages,
-        SPLIT_AT=SPLIT, PIECES=pieces, GATED=gated, SAVE=rows.up.shape[0] > 0, ADD=add, COUNTED=counted is not None,
+        SPLIT_AT=SPLIT, PIECES=pieces, GATED=gated, SAVE=saves, ADD=add, COUNTED=counted is not None,
         num_warps=warps,
     )  # fmt: skip
     reduce(partial, y, rows, add, partial_l1, l1)
@@ -253,11 +254,14 @@ def aot_cases(arch: int) -> list[AotCase]:
         (768, 1024, "*bf16", False), (1024, 1024, "*fp32", True),
     ):  # fmt: skip
         flags = {"D": d, "DP": piece, "PIECES": -(-d // piece), "SPLIT_AT": SPLIT, "ADD": True, "GATED": gated}
-        for kernel, backward in ((rows_forward_kernel, False), (rows_backward_kernel, True)):
-            warps, j, stages = rows_config(arch, piece, backward)
-            extra = {"TILE_SIZE": TILE} if backward else {"SAVE": True}
+        for kernel, backward, save in (
+            (rows_forward_kernel, False, True), (rows_forward_kernel, False, False), (rows_backward_kernel, True, True),
+        ):  # fmt: skip
+            warps, j, stages = rows_config(arch, piece, backward, alone=gated and not save)
+            extra = {"TILE_SIZE": TILE} if backward else {"SAVE": save}
             values = flags | extra | {"COUNTED": True, "J": j, "STAGES": stages}
             types = {a: "constexpr" if a in values else signature.get(a, dtype) for a in kernel.arg_names}
             aligned = tuple(a for a, type in types.items() if type == dtype)
-            cases.append(AotCase(f"{kernel.__name__} d={d} {piece} {dtype}", kernel, types, values, warps, 3, aligned))
+            name = f"{kernel.__name__} d={d} {piece} {dtype} save={save}"
+            cases.append(AotCase(name, kernel, types, values, warps, 3, aligned))
     return cases

@@ -71,15 +71,15 @@ def rows_dot_kernel(
         tl.store(dots + first + j, tl.sum(row.to(tl.float32) * xt[None, :], 1), mask=live)
 
 
-def rows_config(arch: int, d: int, backward: bool) -> tuple[int, int, int]:
-    """(num_warps, entries per iteration, pipeline stages) for rows of d values."""
+def rows_config(arch: int, d: int, backward: bool, alone: bool = False) -> tuple[int, int, int]:
+    """(num_warps, entries per iteration, pipeline stages) for rows of d values; alone: a forward that saves nothing."""
     if arch == 0:
         return 1, 8, 1
     padded = triton.next_power_of_2(d)
     if padded <= 1024:
         return 1, 1 if backward else 2, 1
     if padded <= 2048:
-        return (4, 1, 1) if backward else (2, 2, 1)
+        return (2, 2, 1) if alone else (4, 1, 1)
     return 8, 1, 1 if backward else 3
 
 
