@@ -70,10 +70,10 @@ class Sparse:
             self.state = FFNState(h, device, packing)
 
     def learn(self, batches: list[tuple[Tensor, Tensor]], weights: Iterable[Tensor | None]) -> None:
-        """Show it the batches twice: the first time tells how sparse it is, the second how much room its buffers need
-        when it runs accordingly. It looks as if captured, when more passes run sparse."""
+        """Show it the batches until it has settled: the first time tells how sparse it is, the second which neurons
+        fire together, the third how much room that takes. It looks as if captured, when more passes run sparse."""
         with self.capturing():
-            for _ in range(2):
+            for _ in range(3):
                 self._see(batches, weights)
                 self._update()
 
