@@ -6,6 +6,7 @@ request has its own stream of numbers, whoever shares its batch, on any device, 
 
 import random
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -17,17 +18,22 @@ NOT_FINITE = -1  # in place of a token
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn; ConfigError for a value out of range."""
+    """How the next token is drawn; ConfigError for a value of a wrong type or out of range."""
 
     temperature: float = 0.8  # 0 = always the most probable token
     top_k: int | None = 50  # among the k most probable tokens; None = all
     top_p: float | None = 0.95  # and among the fewest of these whose probabilities reach p; None = all
 
     def __post_init__(self):
+        t, k, p = self.temperature, self.top_k, self.top_p
         rules = (
-            (0 <= self.temperature <= 1e6, "temperature", "must be from 0, the most probable token, to 1e6, any token"),
-            (self.top_k is None or self.top_k >= 1, "top_k", "must be at least 1, or null"),
-            (self.top_p is None or 0 < self.top_p <= 1, "top_p", "must be in (0, 1], or null"),
+            (
+                isinstance(t, Real) and 0 <= t <= 1e6,
+                "temperature",
+                "must be from 0, always the likeliest token, to 1e6",
+            ),
+            (k is None or (isinstance(k, Integral) and k >= 1), "top_k", "must be a whole number from 1, or null"),
+            (p is None or (isinstance(p, Real) and 0 < p <= 1), "top_p", "must be in (0, 1], or null"),
         )
         for holds, key, rule in rules:
             if not holds:

@@ -30,6 +30,7 @@ def test_only_what_is_allowed_is_drawn():
     assert drawn(LOGITS, top_p=0.75) == {1, 3, 2}
     assert drawn(LOGITS, top_p=1e-6) == {1}
     assert drawn(LOGITS, top_k=3, top_p=0.5) == {1, 3}  # of 0.9 in all, 0.4 is less than half
+    assert drawn(LOGITS, top_k=3, top_p=0.43) == {1}  # but more than 0.43
 
 
 @pytest.mark.parametrize(
@@ -103,9 +104,12 @@ def test_every_seed_has_its_numbers():
         ({"temperature": -1.0}, "temperature=-1.0: must be from 0"),
         ({"temperature": float("inf")}, "temperature=inf: must be from 0"),
         ({"temperature": float("nan")}, "temperature=nan: must be from 0"),
-        ({"top_k": 0}, "top_k=0: must be at least 1"),
+        ({"temperature": "hot"}, "temperature=hot: must be from 0"),
+        ({"top_k": 0}, "top_k=0: must be a whole number"),
+        ({"top_k": 2.5}, r"top_k=2\.5: must be a whole number"),
         ({"top_p": 0.0}, "top_p=0.0: must be in"),
         ({"top_p": 1.5}, "top_p=1.5: must be in"),
+        ({"top_p": "most"}, "top_p=most: must be in"),
     ],
 )
 def test_values_out_of_range_are_named(settings: dict, message: str):
