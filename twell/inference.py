@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
 from random import Random
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from twell.decoder import Decoder, KVCache
 from twell.errors import UserError
 from twell.model import Transformer
+from twell.relu_ffn import check_impl
 from twell.sampling import NOT_FINITE, Sampling, next_token, uniform_numbers
 
 SLOTS = 256  # attention of a step reads a multiple of this; each multiple has its own CUDA graph
@@ -62,7 +64,8 @@ class Engine:
 
     rows: sequences computed together. length: tokens that a row can hold, at most (and by default) the model's seq_len.
     A sequence that outgrows it goes on from the last half of it. impl: of the ReLU FFNs, see `twell.relu_ffn.ReluFFN`.
-    graph: steps as CUDA graphs, by default on a GPU. compile: see `twell.decoder.Decoder`.
+    graph: steps as CUDA graphs, by default on a GPU. compile: see `twell.decoder.Decoder`. Raises ValueError for a
+    value out of range.
     """
 
     def __init__(
@@ -75,7 +78,12 @@ class Engine:
         graph: bool | None = None,
         compile: bool = False,
     ):
-        self.rows, self.length = rows, min(length or model.seq_len, model.seq_len)
+        length = model.seq_len if length is None else length
+        for name, value in (("rows", rows), ("length", length)):
+            if not isinstance(value, Integral) or value < 1:
+                raise ValueError(f"{name}={value!r}: must be a whole number of at least 1")
+        check_impl(impl)
+        self.rows, self.length = rows, min(length, model.seq_len)
         self.decoder = Decoder(model, impl, rows, compile)
         self.cache = KVCache(self.decoder, rows, self.length)
         self.device = self.decoder.device
@@ -113,6 +121,18 @@ class Engine:
             raise ValueError(f"{len(prompts)} prompts with {len(seeds)} seeds: one each, and no prompt may be empty")
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens}: must be at least 1")
+        if not all(isinstance(token, Integral) for token in stop):
+            raise ValueError(f"stop={stop!r}: must hold ids of tokens")
+        return self._stream(prompts, max_new_tokens, sampling, seeds, stop)
+
+    def _stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        stop: Collection[int],
+    ) -> Iterator[Event]:
         waiting = deque(
             _Request(i, list(prompt), uniform_numbers(seed), max_new_tokens, max_new_tokens)
             for i, (prompt, seed) in enumerate(zip(prompts, seeds))

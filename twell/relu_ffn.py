@@ -9,11 +9,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.ops import sparse_ffn, unsupported
+from kernels.ops import IMPLS, sparse_ffn, unsupported
 from kernels.reference import ffn_forward
 from twell.errors import UserError
 
 FEW = 64  # tokens: kernels.decode.MAX_TOKENS, which only triton can import
+
+
+def check_impl(impl: str) -> None:
+    """Raise ValueError if `impl` names no implementation."""
+    if impl not in IMPLS:
+        raise ValueError(f"impl={impl!r}: must be one of {', '.join(IMPLS)}")
 
 
 class ReluFFN:

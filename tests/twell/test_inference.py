@@ -161,6 +161,28 @@ def test_every_request_wants_a_token():
         Engine(build(), 1).generate([[1]], 0, GREEDY, [0])
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rows": 0}, "rows=0: must be a whole number of at least 1"),
+        ({"rows": -1}, "rows=-1: must be"),
+        ({"rows": 1.5}, r"rows=1\.5: must be"),
+        ({"length": -3}, "length=-3: must be"),
+        ({"length": 0}, "length=0: must be"),
+        ({"impl": "foo"}, "impl='foo': must be one of auto, triton, torch"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["sparse", "dense_silu"])
+def test_wrong_options_are_named(kind: str, options: dict, message: str):
+    with pytest.raises(ValueError, match="^" + message):
+        Engine(build(kind), **{"rows": 1, **options})
+
+
+def test_only_ids_stop_a_request():
+    with pytest.raises(ValueError, match=r"^stop=\['\\n'\]: must hold ids of tokens"):
+        Engine(build(), 1).stream([[1]], 5, GREEDY, [0], stop=["\n"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [GREEDY, HOT, Sampling(2.0, 40, 0.9)])
 def test_compiled(sampling: Sampling):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kernels.reference import ffn_forward
 from twell import relu_ffn
 from twell.errors import UserError
-from twell.relu_ffn import ReluFFN, settle
+from twell.relu_ffn import ReluFFN, check_impl, settle
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 RELUS = (F.relu, torch.relu)
@@ -72,6 +72,7 @@ def sparsify(model: nn.Module, impl: str = "auto") -> nn.Module:
     or loading a state dict goes on as before. impl: see `twell.relu_ffn.ReluFFN`.
     Raises UnsupportedModelError, and changes nothing, if there is no such MLP or one that differs from it.
     """
+    check_impl(impl)
     found = {name: module for name, module in model.named_modules() if all(hasattr(module, p) for p in PROJECTIONS)}
     found = {name: module for name, module in found.items() if not isinstance(module, SparseMLP)}
     if not found:

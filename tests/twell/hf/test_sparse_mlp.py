@@ -46,6 +46,13 @@ def test_logits_stay_the_same(shape, impl):
     torch.testing.assert_close(model(ids(*shape)).logits, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_an_unknown_implementation_changes_nothing():
+    model = llama()
+    with pytest.raises(ValueError, match="^impl='foo': must be one of auto, triton, torch"):
+        twell.sparsify(model, impl="foo")
+    assert not any(isinstance(module, SparseMLP) for module in model.modules())
+
+
 def test_generation_stays_the_same():
     model = llama()
     arguments = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
