@@ -4,8 +4,8 @@
     python -m twell.generate run=runs/NAME prompts=prompts.txt temperature=0
 
 Keys are the fields of `GenerateConfig`. Text appears as it is written, and ends at end of text or after max_new_tokens.
-The model looks back over at most its seq_len tokens: of a longer prompt it sees the end. Sample i draws from the random
-numbers of seed + i, whatever is computed beside it.
+The model looks back over at most its seq_len tokens: of a longer prompt it sees the end, and a text that outgrows them
+goes on from their last half. Sample i draws from the random numbers of seed + i, whatever is computed beside it.
 """
 
 import codecs
@@ -27,13 +27,15 @@ from twell.inference import Engine
 from twell.model import Transformer
 from twell.sampling import Sampling
 
+MOST_SAMPLES = 100_000
+
 
 @dataclass
 class GenerateConfig:
     run: str = ""  # the run's folder
     prompt: str = ""  # what to continue, taken literally; empty = a new document
     prompts: str | None = None  # instead: a text file with one prompt a line
-    n: int = 1  # samples of each prompt
+    n: int = 1  # samples of each prompt, up to 100,000
     rows: int = 64  # of them computed at once, at most
     max_new_tokens: int = 200
     temperature: float = Sampling.temperature  # 0 = always the most probable token
@@ -77,16 +79,20 @@ class TextModel:
         """Continue `prompts` and yield (number of the prompt, piece of text), the prompt itself first; None at its end.
 
         An empty prompt starts a new document. A text ends before end of text or an id in `stop`, or after
-        max_new_tokens. Prompt i draws from the random numbers of seed + i; global random state is not touched.
+        max_new_tokens. Prompt i draws from the random numbers of seed + i; global random state is not touched. Raises
+        ValueError for one text instead of a list, and for a `stop` that holds anything but ids.
         """
+        if isinstance(prompts, str):
+            raise ValueError(f"prompts={prompts[:20]!r}: must be a list of texts")
         ids = [self.tokenizer.encode(prompt) for prompt in prompts]
-        decoders = [codecs.getincrementaldecoder("utf-8")(errors="replace") for _ in prompts]
-        for i, prompt in enumerate(ids):
-            yield i, decoders[i].decode(self._bytes(prompt))
         seeds = range(seed, seed + len(prompts))
         stop = {self.tokenizer.eot, *stop}
         starts = [prompt or [self.tokenizer.eot] for prompt in ids]
-        for i, token in self.engine.stream(starts, max_new_tokens, sampling, seeds, stop):
+        events = self.engine.stream(starts, max_new_tokens, sampling, seeds, stop)
+        decoders = [codecs.getincrementaldecoder("utf-8")(errors="replace") for _ in prompts]
+        for i, prompt in enumerate(ids):
+            yield i, decoders[i].decode(self._bytes(prompt))
+        for i, token in events:
             # Bytes of a character that is not complete wait in the decoder.
             piece = decoders[i].decode(b"", final=True) if token is None else decoders[i].decode(self._bytes([token]))
             if piece:
@@ -171,7 +177,8 @@ def _check(cfg: GenerateConfig) -> None:
     """Raise ConfigError for the first value out of range."""
     rules = (
         (cfg.run != "", "run", "name the run's folder, e.g. run=runs/NAME"),
-        (cfg.n >= 1, "n", "must be at least 1"),
+        (not (cfg.prompt and cfg.prompts), "prompt", f"and prompts={cfg.prompts}: give one of the two"),
+        (1 <= cfg.n <= MOST_SAMPLES, "n", f"must be from 1 to {MOST_SAMPLES}"),
         (cfg.max_new_tokens >= 1, "max_new_tokens", "must be at least 1"),
         (cfg.rows >= 1, "rows", "must be at least 1"),
         (-(1 << 63) <= cfg.seed < 1 << 64, "seed", "must be a number of 64 bits"),
@@ -221,7 +228,10 @@ def main(arguments: Sequence[str]) -> None:
     lengths = [len(tokenizer.encode(prompt)) or 1 for prompt in prompts]
     note = f"{cfg.run}, step {meta['step']}"
     if max(lengths) > model.seq_len:
-        note += f"; the prompt has {max(lengths)} tokens, of which the model sees the last {model.seq_len}"
+        note += (
+            f"; the longest prompt has {max(lengths)} tokens: the first new token follows from the last {model.seq_len}"
+            f" of all, each later one from the last {max(1, model.seq_len // 2)} to {model.seq_len}"
+        )
     print(note, file=sys.stderr)
     text = TextModel(
         model, tokenizer, min(cfg.rows, len(prompts)), max(lengths) + cfg.max_new_tokens, impl=cfg.impl,

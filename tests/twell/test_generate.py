@@ -81,7 +81,8 @@ def test_command_samples_from_a_run(run: Path, capfd: pytest.CaptureFixture[str]
     prompt = "def f(x: int = 1): ${y}"
     main([f"run={run}", f"prompt={prompt}", "n=2", "max_new_tokens=5", "seed=3", "top_k=null", "device=cpu"])
     first, err = capfd.readouterr()
-    assert first.count(prompt) == 2 and "step 7" in err and "23 tokens, of which the model sees the last 17" in err
+    assert first.count(prompt) == 2 and "step 7" in err
+    assert "23 tokens: the first new token follows from the last 17 of all, each later one from the last 8 to 17" in err
     main([f"run={run}", f"prompt={prompt}", "n=2", "max_new_tokens=5", "seed=3", "top_k=null", "device=cpu"])
     assert capfd.readouterr().out == first
     expected = sample_text(byte_model(), ByteTokenizer(), "x", 9, seed=4)
@@ -94,6 +95,20 @@ def test_python_api(run: Path):
     completions = text.complete(["x", "def "], max_new_tokens=9, sampling=GREEDY)
     pieces = [piece for _, piece in text.stream(["def "], max_new_tokens=9, sampling=GREEDY)]
     assert completions[1] == "".join(piece for piece in pieces if piece)
+    assert [{ffn.impl for ffn in load(run, impl=impl).engine.decoder.ffns} for impl in ("triton", "torch")] == [
+        {"triton"},
+        {"torch"},
+    ]
+
+
+def test_python_api_names_what_is_wrong(run: Path):
+    with pytest.raises(ValueError, match="^impl='foo': must be one of auto, triton, torch"):
+        load(run, impl="foo")
+    text = load(run)
+    with pytest.raises(ValueError, match="^prompts='abc': must be a list of texts"):
+        text.complete("abc")
+    with pytest.raises(ValueError, match="^stop=.*: must hold ids of tokens"):
+        text.complete(["abc"], stop=["\n"])
 
 
 def test_command_reads_prompts_from_a_file_and_writes_texts_in_order(run: Path, tmp_path: Path, capfd):
@@ -105,12 +120,21 @@ def test_command_reads_prompts_from_a_file_and_writes_texts_in_order(run: Path, 
     assert texts == [
         t for p in ("def f", "naïve") for t in load(run, device="cpu").complete([p], 6, sampling=GREEDY) * 2
     ]
-    main([*arguments, "impl=torch"])
-    assert capfd.readouterr().out.removesuffix("\n").split(f"\n{'-' * 80}\n") == texts
     for content, message in ((None, r"cannot be read \("), ("", "is empty; one prompt a line")):
         file.unlink() if content is None else file.write_text(content)
         with pytest.raises(ConfigError, match=r"^prompts=.*\.txt: " + message):
             main(arguments)
+
+
+def test_command_hands_on_the_implementation(run: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    made = TextModel.__init__
+    monkeypatch.setattr(
+        TextModel, "__init__", lambda *args, **options: asked.append(options["impl"]) or made(*args, **options)
+    )
+    for impl in ("torch", "triton"):
+        main([f"run={run}", "prompt=x", "max_new_tokens=1", "device=cpu", f"impl={impl}"])
+    assert asked == ["torch", "triton"]
 
 
 @pytest.mark.parametrize("seed", [-(2**63), 2**64 - 1])
@@ -133,12 +157,14 @@ def test_another_tokenizer_than_the_checkpoints_is_refused(run: Path):
         ("", "run=: name the run's folder"),
         ("run=x topk=3", "topk=3: expected KEY=VALUE with KEY one of run, prompt"),
         ("run=x fast", "fast: expected KEY=VALUE"),
-        ("run=x n=0", "n=0: must be at least 1"),
+        ("run=x prompt=a prompts=b", "prompt=a: and prompts=b: give one of the two"),
+        ("run=x n=0", "n=0: must be from 1 to 100000"),
+        ("run=x n=100000000000", "n=100000000000: must be from 1 to 100000"),
         ("run=x temperature=-1", "temperature=-1.0: must be from 0"),
         ("run=x temperature=inf", "temperature=inf: must be from 0"),
         ("run=x temperature=nan", "temperature=nan: must be from 0"),
         ("run=x seed=99999999999999999999", "seed=99999999999999999999: must be a number of 64 bits"),
-        ("run=x top_k=0", "top_k=0: must be at least 1"),
+        ("run=x top_k=0", "top_k=0: must be a whole number from 1"),
         ("run=x top_p=1.5", "top_p=1.5: must be in"),
         ("run=x max_new_tokens=0", "max_new_tokens=0: must be at least 1"),
         ("run=x checkpoint=newest", "checkpoint=newest: latest, best or a step"),
