@@ -102,12 +102,12 @@ def test_python_api(run: Path):
 
 
 def test_python_api_names_what_is_wrong(run: Path):
-    with pytest.raises(ValueError, match="^impl='foo': must be one of auto, triton, torch"):
+    with pytest.raises(ValueError, match=r"^impl='foo': must be one of auto, triton, torch"):
         load(run, impl="foo")
     text = load(run)
-    with pytest.raises(ValueError, match="^prompts='abc': must be a list of texts"):
+    with pytest.raises(ValueError, match=r"^prompts='abc': must be a list of texts"):
         text.complete("abc")
-    with pytest.raises(ValueError, match="^stop=.*: must hold ids of tokens"):
+    with pytest.raises(ValueError, match=r"^stop=.*: must hold ids of tokens"):
         text.complete(["abc"], stop=["\n"])
 
 

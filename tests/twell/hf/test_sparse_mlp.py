@@ -48,7 +48,7 @@ def test_logits_stay_the_same(shape, impl):
 
 def test_an_unknown_implementation_changes_nothing():
     model = llama()
-    with pytest.raises(ValueError, match="^impl='foo': must be one of auto, triton, torch"):
+    with pytest.raises(ValueError, match=r"^impl='foo': must be one of auto, triton, torch"):
         twell.sparsify(model, impl="foo")
     assert not any(isinstance(module, SparseMLP) for module in model.modules())
 
