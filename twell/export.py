@@ -13,14 +13,17 @@ import importlib.util
 import json
 import os
 import shutil
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from data.loader import validation_batches
+from data.loader import Batch, validation_batches
+from data.prepared import PreparedData
+from data.shards import TokenStream
 from data.tokenizer import Tokenizer
 from twell.arguments import parse_arguments, run_command
 from twell.config import Config, ConfigError
@@ -68,23 +71,22 @@ def export(cfg: ExportConfig) -> dict[str, str]:
     weights = {name: tensor.to(dtype) for name, tensor in to_hf(tensors, layout).items()}
     numbers = {"parameters": f"{sum(w.numel() for w in weights.values()):,}"} | numbers
 
-    unfinished = out.with_name(out.name + ".partial")
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        _write_json(unfinished / "config.json", config)
-        _save_weights(weights, unfinished, cfg.max_shard_gb)
-        ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        _write_json(unfinished / "generation_config.json", ids)
-        if cfg.tokenizer == "convert":
-            save_hf_tokenizer(tokenizer, unfinished, trained.model.seq_len)
-            tokenizer.save(unfinished / OWN_TOKENIZER)
-        (unfinished / "README.md").write_text(model_card(run.name, trained, meta, config, numbers))
-        os.replace(unfinished, out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as around:
+            unfinished = Path(around) / out.name  # not the temporary folder itself, which is closed to others
+            unfinished.mkdir()
+            _write_json(unfinished / "config.json", config)
+            _save_weights(weights, unfinished, cfg.max_shard_gb)
+            ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+            _write_json(unfinished / "generation_config.json", ids)
+            if cfg.tokenizer == "convert":
+                save_hf_tokenizer(tokenizer, unfinished, trained.model.seq_len)
+                tokenizer.save(unfinished / OWN_TOKENIZER)
+            (unfinished / "README.md").write_text(model_card(run.name, trained, meta, config, numbers))
+            os.replace(unfinished, out)
     except OSError as error:
         raise InterchangeError(f"out={cfg.out}: cannot be written ({error.strerror or error})") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     return {"architecture": config["architectures"][0], **numbers}
 
 
@@ -101,15 +103,23 @@ def _neurons_to_keep(cfg: ExportConfig, trained: Config, tokenizer: Tokenizer) -
     text = replace(prepared, val=prepared.train or prepared.val)  # a stream has only its validation split on disk
     shape = {"seq_len": trained.model.seq_len, "micro": trained.batch.micro}
     masked = trained.data.mask_documents
-    batches = validation_batches(text, tokens=cfg.prune, **shape, device=device, mask_documents=masked)
-    fired = count_firing(model, batches)
+    fired, seen = count_firing(model, _one_by_one(text, cfg.prune, **shape, device=device, mask_documents=masked))
     keep = neurons_to_keep(fired)
     silent = (fired == 0).sum(1).tolist()
-    seen = sum(int((batch.targets >= 0).sum()) for batch in batches)
     layers = ", ".join(map(str, silent))
     return keep, {
         "pruned": f"FFN width {fired.shape[1]} -> {keep.shape[1]}; silent on {seen:,} tokens, by layer: {layers}"
     }
+
+
+def _one_by_one(text: PreparedData, tokens: int, *, seq_len: int, micro: int, **options) -> Iterator[Batch]:
+    """`validation_batches`, each made when it is its turn: as the share of a rank of its own."""
+    count = min(tokens, len(TokenStream(text.val)) - 1)
+    n = max(1, -(-count // (seq_len * micro)))
+    for i in range(n):
+        yield from validation_batches(
+            text, tokens=tokens, seq_len=seq_len, micro=micro, rank=i, world_size=n, **options
+        )
 
 
 def _save_weights(weights: dict[str, Tensor], folder: Path, max_shard_gb: float) -> None:
@@ -132,7 +142,7 @@ def _check(cfg: ExportConfig) -> None:
         (cfg.dtype in DTYPES, "dtype", "must be fp32 or bf16"),
         (cfg.tokenizer in ("convert", "skip"), "tokenizer", "must be convert or skip"),
         (cfg.prune >= 0, "prune", "must be a number of tokens, or 0"),
-        (cfg.max_shard_gb > 0, "max_shard_gb", "must be above 0"),
+        (0 < cfg.max_shard_gb <= 1e6, "max_shard_gb", "must be above 0, and 1e6 at most"),
     )
     for holds, key, rule in rules:
         if not holds:

@@ -9,11 +9,13 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from data.loader import validation_batches
+from data.prepared import open_prepared
 from data.tokenizer import END_OF_TEXT, BPETokenizer
 from tests.twell.exchange import byte_set, save_run, some_ids
 from twell import checkpoint
 from twell.config import CONFIG_DIR, ConfigError, FFNConfig, ModelConfig
-from twell.export import ExportConfig, export, main
+from twell.export import ExportConfig, _one_by_one, export, main
 from twell.generate import load_run
 from twell.hf.config import InterchangeError, layout_of, to_hf_config
 from twell.hf.prune import neurons_to_keep
@@ -112,7 +114,7 @@ def test_what_no_stock_architecture_has_is_refused(tmp_path):
         InterchangeError, match=r"qk_norm=true with ffn\.kind=sparse_nongated: transformers has no arch"
     ):
         export(ExportConfig(run=str(tmp_path / "run"), out=str(tmp_path / "hf")))
-    assert not (tmp_path / "hf").exists() and not (tmp_path / "hf.partial").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_tokenizer_that_cannot_be_expressed_is_refused_unless_skipped(tmp_path):
@@ -123,7 +125,7 @@ def test_a_tokenizer_that_cannot_be_expressed_is_refused_unless_skipped(tmp_path
     cfg = ExportConfig(run=str(tmp_path / "run"), out=str(tmp_path / "hf"))
     with pytest.raises(InterchangeError, match="tokenizer=skip exports without one"):
         export(cfg)
-    assert not (tmp_path / "hf").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
     cfg.tokenizer = "skip"
     export(cfg)
     assert not (tmp_path / "hf/tokenizer.json").exists()
@@ -150,6 +152,58 @@ def test_an_existing_folder_is_never_touched(tmp_path):
     (tmp_path / "hf").mkdir()
     with pytest.raises(InterchangeError, match=r"^out=.*hf: is there already"):
         export(ExportConfig(run=str(tmp_path / "run"), out=str(tmp_path / "hf")))
+
+
+def test_folders_beside_the_exported_one_are_left_alone(tmp_path):
+    save_run(tmp_path / "run")
+    mine = tmp_path / "hf.partial/mine.txt"
+    mine.parent.mkdir()
+    mine.write_text("dear to me")
+    export(ExportConfig(run=str(tmp_path / "run"), out=str(tmp_path / "hf")))
+    assert mine.read_text() == "dear to me"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "hf.partial", "run"]
+    assert {(tmp_path / name).stat().st_mode for name in ("hf", "hf.partial")} == {mine.parent.stat().st_mode}
+
+
+def test_the_checkpoint_asked_for_is_exported(tmp_path):
+    run = tmp_path / "run"
+    model, _ = save_run(run)
+    with torch.no_grad():
+        model.embed.weight.mul_(2)
+    meta = checkpoint.read_meta(run, 7)
+    meta["progress"]["step"] = meta["step"] = 9
+    checkpoint.save(run, 9, checkpoint.model_tensors(model), meta)
+    for which, factor in (("7", 0.5), ("latest", 1.0)):
+        export(ExportConfig(run=str(run), out=str(tmp_path / which), checkpoint=which))
+        embedding = safetensors_torch.load_file(tmp_path / which / "model.safetensors")["model.embed_tokens.weight"]
+        assert torch.equal(embedding, factor * model.embed.weight[:257])
+
+
+def test_end_of_text_ends_and_pads_what_transformers_generates(tmp_path):
+    _, tokenizer = save_run(tmp_path / "run")
+    export(ExportConfig(run=str(tmp_path / "run"), out=str(tmp_path / "hf")))
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((tmp_path / "hf" / name).read_text())
+        assert [config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")] == [tokenizer.eot] * 3
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 102, 103, 10**11])
+def test_calibration_text_is_read_batch_by_batch(tmp_path, tokens: int, monkeypatch):
+    text = open_prepared(byte_set(tmp_path))
+    shape = {"seq_len": 17, "micro": 3, "mask_documents": True}
+    expected = validation_batches(text, tokens=tokens, **shape)
+    made = []
+    monkeypatch.setattr("twell.export.validation_batches", lambda *args, **options: [made.append(1)] and (
+        validation_batches(*args, **options)
+    ))  # fmt: skip
+    got = []
+    for batch in _one_by_one(text, tokens, **shape):
+        got.append(batch)
+        assert len(made) == len(got)
+    assert len(got) == len(expected)
+    for one, other in zip(got, expected):
+        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.targets, other.targets)
+        assert torch.equal(one.doc_ids, other.doc_ids)
 
 
 def test_neurons_to_keep_fills_up_to_one_width():
@@ -195,6 +249,8 @@ def test_pruning_needs_text_and_relu(tmp_path):
         (["out=x"], "^run=: name the run's folder"),
         (["run=x", "out=y", "dtype=fp16"], "^dtype=fp16: must be fp32 or bf16"),
         (["run=x", "out=y", "tokenizer=no"], "^tokenizer=no: must be convert or skip"),
+        (["run=x", "out=y", "max_shard_gb=inf"], r"^max_shard_gb=inf: must be above 0, and 1e6 at most"),
+        (["run=x", "out=y", "max_shard_gb=nan"], r"^max_shard_gb=nan: must be above 0"),
         (["run=x", "out=y", "format=gguf"], "^format=gguf: expected KEY=VALUE with KEY one of run, out"),
         (["run=x", "out=y"], "^run=x: no run there"),
     ],
@@ -205,9 +261,25 @@ def test_a_wrong_argument_is_named(arguments: list[str], message: str):
 
 
 def test_the_command_runs_from_the_root(tmp_path):
-    """A folder called `kernels` is there, as in what transformers probes for."""
     save_run(tmp_path / "run")
     arguments = [f"run={tmp_path}/run", f"out={tmp_path}/hf"]
     done = subprocess.run([sys.executable, "-m", "twell.export", *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "architecture: LlamaForCausalLM" in done.stdout and (tmp_path / "hf/config.json").exists()
+
+
+LOAD = """
+import sys, kernels, torch, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+print(kernels.__file__, type(model).__name__, tuple(model(torch.tensor([[1, 2]])).logits.shape))
+"""
+
+
+@pytest.mark.slow
+def test_transformers_runs_from_the_root(tmp_path):
+    """A folder called `kernels` is there, and transformers looks for a package of this name."""
+    save_run(tmp_path / "run")
+    export(ExportConfig(run=str(tmp_path / "run"), out=str(tmp_path / "hf")))
+    done = subprocess.run([sys.executable, "-c", LOAD, f"{tmp_path}/hf"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{ROOT / 'kernels/__init__.py'} LlamaForCausalLM (1, 2, 257)\n"

@@ -4,6 +4,8 @@ Stock architectures have one width for all layers, so every layer keeps as many 
 ones, rounded up; where it has fewer, dead ones fill the rest.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -13,16 +15,16 @@ WIDTH_MULTIPLE = 64  # widths that matrix units like
 
 
 @torch.no_grad()
-def count_firing(model: nn.Module, batches: list[Batch]) -> Tensor:
-    """On how many counted tokens of `batches` each neuron fires: int64 [layers, d_ff], on the CPU.
+def count_firing(model: nn.Module, batches: Iterable[Batch]) -> tuple[Tensor, int]:
+    """On how many counted tokens of `batches` each neuron fires, int64 [layers, d_ff] on the CPU, and out of how many.
 
     `model` is a Transformer of a ReLU kind, made ready by `twell.evaluate.compute_densely`.
     """
-    total = None
+    total, seen = 0, 0
     for batch in batches:
-        fired = model(batch.tokens, batch.targets, batch.doc_ids).stats.fired.long().cpu()
-        total = fired if total is None else total + fired
-    return total
+        total = total + model(batch.tokens, batch.targets, batch.doc_ids).stats.fired.long().cpu()
+        seen += int((batch.targets >= 0).sum())
+    return total, seen
 
 
 def neurons_to_keep(fired: Tensor) -> Tensor:
