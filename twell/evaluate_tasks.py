@@ -14,7 +14,7 @@ from torch import Tensor
 
 from data.tokenizer import Tokenizer
 from twell.config import ConfigError
-from twell.errors import UserError
+from twell.errors import UserError, first_line
 from twell.inference import Engine
 from twell.model import Transformer
 from twell.sampling import GREEDY, Sampling
@@ -29,6 +29,8 @@ except ImportError as error:
 
 MAX_NEW_TOKENS = 256  # where a task does not say it
 
+log = logging.getLogger("twell")
+
 
 class TwellLM(TemplateLM):
     """What lm-eval asks of a language model: log-likelihoods of continuations and of whole texts, and generation."""
@@ -36,6 +38,7 @@ class TwellLM(TemplateLM):
     def __init__(self, model: Transformer, tokenizer: Tokenizer, batch: int):
         super().__init__()
         self._model, self._text, self._batch = model, tokenizer, batch
+        self._told = False  # that answers are shorter than a task allows
         self._device = model.embed.weight.device
 
     @property
@@ -63,7 +66,11 @@ class TwellLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
-        """Texts that end before a stop string of their request, at end of text, or after its max_gen_toks."""
+        """Texts that end before a stop string of their request, at end of text, or after its max_gen_toks.
+
+        Context and answer share seq_len tokens. Of a long context the end is kept, at least half of seq_len; its answer
+        then has the rest, even if that is less than max_gen_toks.
+        """
         texts = [""] * len(requests)
         alike: dict[str, list[int]] = defaultdict(list)  # requests with the same options go together
         for i, request in enumerate(requests):
@@ -83,17 +90,26 @@ class TwellLM(TemplateLM):
         longest = max((len(stop.encode()) for stop in stops), default=0)
         sampling = GREEDY
         if options.get("do_sample"):
-            sampling = Sampling(options.get("temperature", 1.0), options.get("top_k"), options.get("top_p"))
-        n_new = options.get("max_gen_toks", MAX_NEW_TOKENS)
-        room = max(1, self._model.seq_len - n_new)
+            # 0 is how transformers spells "all".
+            sampling = Sampling(options.get("temperature", 1.0), options.get("top_k") or None, options.get("top_p"))
+        n_new, seq_len = options.get("max_gen_toks", MAX_NEW_TOKENS), self._model.seq_len
+        room = max(seq_len - n_new, seq_len - seq_len // 2)
         prompts = [(self.tok_encode(context) or [self.eot_token_id])[-room:] for context in contexts]
+        limits = [min(n_new, max(1, seq_len - len(prompt))) for prompt in prompts]
+        if min(limits) < n_new and not self._told:
+            self._told = True
+            log.warning(
+                "tasks: max_gen_toks=%d: long contexts leave less of seq_len=%d for the answer, down to %d tokens",
+                n_new, seq_len, seq_len - room,
+            )  # fmt: skip
         new: list[list[int]] = [[] for _ in prompts]
         going = set(range(len(prompts)))
-        for i, token in self._engine.stream(prompts, n_new, sampling, seeds, {self.eot_token_id}):
-            if token is not None:
+        for i, token in self._engine.stream(prompts, max(limits), sampling, seeds, {self.eot_token_id}):
+            if token is not None and i in going:
                 new[i].append(token)
             # A stop string of so many bytes lies within as many tokens.
-            if token is None or any(stop in self._text.decode(new[i][-longest:]) for stop in stops):
+            stopped = any(stop in self._text.decode(new[i][-longest:]) for stop in stops)
+            if token is None or stopped or len(new[i]) == limits[i]:
                 going.discard(i)
             if not going:
                 break
@@ -136,15 +152,8 @@ def _sum_up(logits: Tensor, targets: Tensor) -> tuple[float, bool]:
     return log_probs.sum().item(), bool((logits.argmax(-1) == targets).all())
 
 
-def run_tasks(
-    model: Transformer,
-    tokenizer: Tokenizer,
-    tasks: Sequence[str],
-    n_fewshot: int | None,
-    limit: int | None,
-    batch: int,
-) -> dict[str, dict[str, float | None]]:
-    """Numbers of every task: {task: {metric: value}}; groups count as tasks.
+def find_tasks(tasks: Sequence[str]) -> tuple[TaskManager, list[str]]:
+    """What knows `tasks`, and their names there.
 
     tasks: lm-eval's names, or paths of task files (.yaml), whose task may use local data and then needs no network.
     Raises ConfigError for a task that does not exist.
@@ -159,16 +168,38 @@ def run_tasks(
     names += [_task_name(path) for path in files]
     if unknown := [name for name in names if name not in manager.all_tasks]:
         raise ConfigError(f"tasks: lm-eval has no {', '.join(unknown)}; `lm-eval ls tasks` lists what it has")
-    found = lm_eval.simple_evaluate(
-        model=TwellLM(model, tokenizer, batch),
-        tasks=names,
-        num_fewshot=n_fewshot,
-        limit=limit,
-        task_manager=manager,
-        log_samples=False,
-        bootstrap_iters=1000,
-    )
-    return {task: _numbers(values) for task, values in (found["results"] | found.get("groups", {})).items()}
+    return manager, names
+
+
+def run_tasks(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    tasks: tuple[TaskManager, list[str]],
+    n_fewshot: int | None,
+    limit: int | None,
+    batch: int,
+) -> Iterator[tuple[str, dict[str, float | None]]]:
+    """(task, {metric: value}), one after the other; a group is followed or preceded by its tasks.
+
+    tasks: of `find_tasks`. Raises UserError for the first task that fails.
+    """
+    manager, names = tasks
+    lm = TwellLM(model, tokenizer, batch)
+    for name in names:
+        try:
+            found = lm_eval.simple_evaluate(
+                model=lm,
+                tasks=[name],
+                num_fewshot=n_fewshot,
+                limit=limit,
+                task_manager=manager,
+                log_samples=False,
+                bootstrap_iters=1000,
+            )
+        except Exception as error:  # no network, no such file, a mistake in the task's own code: all is in there
+            raise UserError(f"tasks: {name} failed ({type(error).__name__}: {first_line(error)})") from error
+        for task, values in (found["results"] | found.get("groups", {})).items():
+            yield task, _numbers(values)
 
 
 def _task_name(path: Path) -> str:
