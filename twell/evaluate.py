@@ -4,14 +4,15 @@
     python -m twell.evaluate run=runs/NAME data=datasets/FOLDER                 # on that of another prepared data set
     python -m twell.evaluate run=runs/NAME tasks=[hellaswag,mine/task.yaml] n_fewshot=5
 
-Results are printed, written to runs/NAME/eval/step-00001000.json beside those of earlier evaluations of the same
-checkpoint, and put into the summary of the run's wandb entry if it has one. Tasks need the extra `eval`. Keys are the
-fields of `EvaluateConfig`.
+Each result is printed and written to runs/NAME/eval/step-00001000.json as soon as it is there, beside those of earlier
+evaluations of the same checkpoint: its name says on how many tokens, with how many questions and examples. In the end
+all are put into the summary of the run's wandb entry if it has one. Tasks need the extra `eval`. Keys are the fields of
+`EvaluateConfig`.
 """
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from data.loader import Batch, validation_batches
 from data.prepare import prepare
-from data.prepared import PreparedData, open_prepared
+from data.prepared import META, PreparedData, open_prepared
 from data.tokenizer import Tokenizer
 from twell import parallel, tracking
 from twell.arguments import parse_arguments, run_command
@@ -122,10 +123,12 @@ def compute_densely(model: Transformer) -> None:
 def evaluation_data(cfg: Config, tokenizer: Tokenizer, folder: str | None) -> PreparedData | None:
     """The prepared data set in `folder`, else the run's own; None if it has none (an imported model).
 
-    Raises ConfigError if the tokenizers differ.
+    Raises ConfigError if there is none in `folder`, or if the tokenizers differ.
     """
     if folder is None and OmegaConf.is_missing(cfg.data, "source"):
         return None
+    if folder is not None and not (Path(folder) / META).exists():
+        raise ConfigError(f"data={folder}: no prepared data set there ({META} is missing); name one below datasets/")
     prepared = prepare(cfg.data, val_tokens=cfg.eval.tokens) if folder is None else open_prepared(folder)
     if prepared.tokenizer.identity != tokenizer.identity:
         raise ConfigError(
@@ -134,34 +137,63 @@ def evaluation_data(cfg: Config, tokenizer: Tokenizer, folder: str | None) -> Pr
     return prepared
 
 
-def evaluate(cfg: EvaluateConfig) -> dict[str, dict[str, dict[str, Any]]]:
-    """Do what `cfg` asks for; returns {"validation": {DATA: numbers}, "tasks": {TASK: numbers}}.
+def evaluate(cfg: EvaluateConfig, log: Callable[[str], None] = print) -> dict[str, dict[str, dict[str, Any]]]:
+    """Do what `cfg` asks for; returns {"validation": {"DATA:tokens=N": numbers}, "tasks": {TASK: numbers}}.
 
-    Raises ConfigError when there is nothing to do.
+    TASK has n_fewshot and limit behind its name if they were given. Raises ConfigError when there is nothing to do or a
+    task does not exist, and UserError when a task fails: the results before it have been written by then.
     """
+    tasks = None
+    if cfg.tasks:
+        from twell.evaluate_tasks import find_tasks  # needs lm-eval
+
+        tasks = find_tasks(cfg.tasks)
     run, device = Path(cfg.run), device_named(cfg.device)
     model, tokenizer, meta = load_run(run, cfg.checkpoint, device)
     compute_densely(model)
     trained = checkpoint_config(meta)
-    results = {"validation": {}, "tasks": {}}
     prepared = None if cfg.tokens == 0 else evaluation_data(trained, tokenizer, cfg.data)
     if prepared is None and not cfg.tasks:
         raise ConfigError(f"run={cfg.run}: nothing to do: give data=FOLDER, which this run lacks, or tasks=[...]")
+    results = {"validation": {}, "tasks": {}}
+    try:
+        for part, name, values in _each_result(cfg, trained, model, tokenizer, prepared, tasks):
+            results[part][name] = values
+            _add_to_file(run / "eval" / f"step-{meta['step']:08d}.json", results)
+            log(f"{name}: " + "  ".join(f"{key} {_shown(value)}" for key, value in values.items()))
+    finally:
+        _to_wandb(run, trained, meta, results)
+    return results
+
+
+def _each_result(
+    cfg: EvaluateConfig,
+    trained: Config,
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prepared: PreparedData | None,
+    tasks: Any,
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """("validation" or "tasks", name, numbers), one after the other; `tasks` are of `find_tasks`."""
     if prepared is not None:
+        device = model.embed.weight.device
         tokens = cfg.tokens or trained.eval.tokens
         shape = {"seq_len": trained.model.seq_len, "micro": cfg.batch, "mask_documents": trained.data.mask_documents}
         batches = validation_batches(prepared, tokens=tokens, **shape, device=device)
         token_bytes = torch.from_numpy(tokenizer.token_bytes()).long().to(device)
         values = validate_model(model, batches, token_bytes, Routing(model, device, model.compute_dtype))
         counted = sum(int((batch.targets >= 0).sum()) for batch in batches)
-        results["validation"][prepared.folder.name] = values | {"tokens": counted}
-    if cfg.tasks:
-        from twell.evaluate_tasks import run_tasks  # needs lm-eval
+        yield "validation", _with_settings(prepared.folder.name, tokens=counted), values | {"tokens": counted}
+    if tasks is not None:
+        from twell.evaluate_tasks import run_tasks
 
-        results["tasks"] = run_tasks(model, tokenizer, cfg.tasks, cfg.n_fewshot, cfg.limit, cfg.batch)
-    _add_to_file(run / "eval" / f"step-{meta['step']:08d}.json", results)
-    _to_wandb(run, trained, meta, results)
-    return results
+        for task, values in run_tasks(model, tokenizer, tasks, cfg.n_fewshot, cfg.limit, cfg.batch):
+            yield "tasks", _with_settings(task, n_fewshot=cfg.n_fewshot, limit=cfg.limit), values
+
+
+def _with_settings(name: str, **settings: int | None) -> str:
+    """`name` with those settings that are not None: results of others are kept beside it."""
+    return ":".join([name, *(f"{key}={value}" for key, value in settings.items() if value is not None)])
 
 
 def _add_to_file(path: Path, results: dict[str, dict]) -> None:
@@ -174,12 +206,12 @@ def _add_to_file(path: Path, results: dict[str, dict]) -> None:
 
 def _to_wandb(run: Path, trained: Config, meta: dict[str, Any], results: dict[str, Any]) -> None:
     """Add the numbers to the summary of the run's wandb entry, as eval/DATA_OR_TASK/METRIC, if there is one."""
-    if meta["wandb_id"] is None:
+    numbers = results["validation"] | results["tasks"]
+    if meta["wandb_id"] is None or not numbers:
         return
     handle = tracking.start_wandb(trained, run, meta["wandb_id"], print)
     if handle is None:
         return
-    numbers = results["validation"] | results["tasks"]
     try:
         for name, values in numbers.items():
             handle.summary.update({f"eval/{name}/{key}": value for key, value in values.items()})
@@ -200,9 +232,7 @@ def main(arguments: Sequence[str]) -> None:
     for holds, key, rule in rules:
         if not holds:
             raise ConfigError(f"{key}={getattr(cfg, key)}: {rule}")
-    for numbers in evaluate(cfg).values():
-        for name, values in numbers.items():
-            print(f"{name}: " + "  ".join(f"{key} {_shown(value)}" for key, value in values.items()))
+    evaluate(cfg)
 
 
 def _shown(value: float | int | None) -> str:

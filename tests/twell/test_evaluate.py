@@ -1,6 +1,7 @@
 """Evaluation from the command line: what is written where, and lm-eval's tasks on local files, without a network."""
 
 import json
+import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.twell.exchange import byte_set, save_run
 from tests.twell.small import build, ffn_config, model_config
 from twell import checkpoint, tracking
 from twell.config import ConfigError
+from twell.errors import UserError
 from twell.evaluate import EvaluateConfig, compute_densely, evaluate, main
 from twell.generate import load_run
 from twell.model import Transformer
@@ -26,7 +28,7 @@ def test_losses_are_those_of_the_model_and_land_in_the_runs_folder(tmp_path, cap
     model, _ = save_run(run)
     main([f"run={run}", f"data={data}", "tokens=200", "batch=3"])
     results = json.loads((run / "eval/step-00000007.json").read_text())
-    values = results["validation"][data.name]
+    values = results["validation"][f"{data.name}:tokens=200"]
     batches = validation_batches(open_prepared(data), tokens=200, seq_len=17, micro=1)
     nats = sum(model(batch.tokens, batch.targets).loss_sum.item() for batch in batches)
     assert values["tokens"] == 200
@@ -34,7 +36,7 @@ def test_losses_are_those_of_the_model_and_land_in_the_runs_folder(tmp_path, cap
     assert values["val/perplexity"] == pytest.approx(math.exp(nats / 200), rel=1e-5)
     n_bytes = sum(((batch.targets >= 0) & (batch.targets < 256)).sum().item() for batch in batches)
     assert values["val/bits_per_byte"] == pytest.approx(nats / n_bytes / math.log(2), rel=1e-5)
-    assert capsys.readouterr().out.startswith(f"{data.name}: val/loss {values['val/loss']:.4f}")
+    assert capsys.readouterr().out.startswith(f"{data.name}:tokens=200: val/loss {values['val/loss']:.4f}")
 
 
 def test_later_evaluations_add_to_the_file(tmp_path):
@@ -45,9 +47,12 @@ def test_later_evaluations_add_to_the_file(tmp_path):
     data = byte_set(tmp_path)
     now = evaluate(EvaluateConfig(run=str(tmp_path / "run"), data=str(data), tokens=50))
     results = json.loads(path.read_text())
-    assert set(now["validation"]) == {data.name} and now["tasks"] == {}
+    assert set(now["validation"]) == {f"{data.name}:tokens=50"} and now["tasks"] == {}
     assert results["validation"] == now["validation"] | {"other": {"val/loss": 1.0}}
     assert results["tasks"] == {"t": {"acc": 0.5}}
+    smaller = evaluate(EvaluateConfig(run=str(tmp_path / "run"), data=str(data), tokens=20))
+    both = now["validation"] | smaller["validation"] | {"other": {"val/loss": 1.0}}
+    assert json.loads(path.read_text())["validation"] == both and len(both) == 3
 
 
 def test_a_run_without_data_needs_some(tmp_path):
@@ -62,7 +67,15 @@ def test_data_of_another_tokenizer_is_refused(tmp_path):
     save_run(tmp_path / "run", tokenizer=reversed_bytes)
     with pytest.raises(ConfigError, match=r"made with the tokenizer bytes, not with the run's \(reversed\)"):
         evaluate(EvaluateConfig(run=str(tmp_path / "run"), data=str(data)))
-    with pytest.raises(DataError, match="not a prepared data set"):
+
+
+def test_a_folder_that_holds_no_data_is_not_to_be_deleted(tmp_path):
+    save_run(tmp_path / "run")
+    for folder in (tmp_path / "nope", tmp_path):
+        with pytest.raises(ConfigError, match=r"^data=.*: no prepared data set there \(meta\.json is missing\)"):
+            evaluate(EvaluateConfig(run=str(tmp_path / "run"), data=str(folder)))
+    (tmp_path / "meta.json").write_text("{")
+    with pytest.raises(DataError, match="not a prepared data set, or damaged"):
         evaluate(EvaluateConfig(run=str(tmp_path / "run"), data=str(tmp_path)))
 
 
@@ -83,9 +96,9 @@ def test_numbers_go_into_the_summary_of_the_runs_wandb_entry(tmp_path, monkeypat
         return Entry()
 
     monkeypatch.setattr(tracking, "start_wandb", start)
-    values = evaluate(EvaluateConfig(run=str(run), data=str(data), tokens=50))["validation"][data.name]
+    ((name, values),) = evaluate(EvaluateConfig(run=str(run), data=str(data), tokens=50))["validation"].items()
     assert started == [("small", "run", "abc"), "finished"]
-    assert Entry.summary == {f"eval/{data.name}/{key}": value for key, value in values.items()}
+    assert Entry.summary == {f"eval/{name}/{key}": value for key, value in values.items()}
 
 
 @pytest.mark.parametrize(
@@ -181,6 +194,30 @@ def test_generation_ends_at_a_stop_string(tasks):
     assert lm.generate_until([Request(("ab", sampled))]) == lm.generate_until([Request(("ab", sampled))])
 
 
+def test_half_of_the_window_stays_for_the_prompt(tasks, caplog, monkeypatch):
+    """Of 17 tokens: a long context keeps 9 and its answer has 8, a short one has all that it asks for."""
+    lm, seen = tasks.TwellLM(byte_model(), ByteTokenizer(), batch=2), []
+    stream = lm._engine.stream
+    monkeypatch.setattr(lm._engine, "stream", lambda *args: seen.append(args[:2]) or stream(*args))
+    long, short = "a context that is cut on its left", "ab"
+    with caplog.at_level(logging.WARNING, "twell"):
+        together = lm.generate_until([Request((text, {"max_gen_toks": 15})) for text in (long, short)])
+        alone = [lm.generate_until([Request((text, {"max_gen_toks": 15}))])[0] for text in (long, short)]
+        lm.generate_until([Request((long, {}))])
+    assert [[len(prompt) for prompt in prompts] for prompts, _ in seen] == [[9, 2], [9], [2], [9]]
+    assert [n_new for _, n_new in seen] == [15, 8, 15, 8]
+    assert together == alone
+    assert [record.getMessage() for record in caplog.records] == [
+        "tasks: max_gen_toks=15: long contexts leave less of seq_len=17 for the answer, down to 8 tokens"
+    ]
+
+
+def test_sampling_among_0_tokens_is_sampling_among_all(tasks):
+    lm = tasks.TwellLM(byte_model(), ByteTokenizer(), batch=2)
+    options = {"do_sample": True, "max_gen_toks": 5}
+    assert lm.generate_until([Request(("ab", options | {"top_k": 0}))]) == lm.generate_until([Request(("ab", options))])
+
+
 TASK = """task: {name}
 dataset_path: json
 dataset_kwargs:
@@ -237,9 +274,64 @@ def test_local_tasks_run_offline(tasks, tmp_path, monkeypatch):
     assert json.loads((run / "eval/step-00000007.json").read_text()) == results
 
 
-def test_a_missing_task_is_named(tasks, tmp_path):
-    with pytest.raises(ConfigError, match=r"tasks: no file .*mine\.yaml"):
-        tasks.run_tasks(build(), ByteTokenizer(), [str(tmp_path / "mine.yaml")], None, None, 1)
+def test_fewer_questions_and_more_examples(tasks, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    save_run(tmp_path / "run")
+    file = write_task(
+        tmp_path, "local_choice", "multiple_choice", [{"q": f"what {i}", "gold": i % 2} for i in range(6)],
+        'doc_to_text: "{{q}}:"\ndoc_to_choice: ["yes", "no"]\ndoc_to_target: gold\nfewshot_split: test\n'
+        "metric_list:\n  - metric: acc",
+    )  # fmt: skip
+    contexts = []
+    score = tasks.TwellLM.loglikelihood
+    monkeypatch.setattr(
+        tasks.TwellLM,
+        "loglikelihood",
+        lambda lm, requests, **options: (
+            contexts.append([request.args[0] for request in requests]) or score(lm, requests, **options)
+        ),
+    )
+    cfg = EvaluateConfig(run=str(tmp_path / "run"), tasks=[file], tokens=0)
+    names = list(evaluate(cfg)["tasks"])
+    cfg.limit, cfg.n_fewshot = 2, 1
+    names += evaluate(cfg)["tasks"]
+    everything, some = contexts
+    assert len(everything) == 6 * 2 and {context.count("what") for context in everything} == {1}
+    assert len(some) == 2 * 2 and {context.count("what") for context in some} == {2}
+    assert names == ["local_choice", "local_choice:n_fewshot=1:limit=2"]
+    assert list(json.loads((tmp_path / "run/eval/step-00000007.json").read_text())["tasks"]) == names
+
+
+def test_a_missing_task_is_named_before_anything_else(tasks, tmp_path):
     (tmp_path / "other.yaml").write_text("output_type: generate_until\n")
-    with pytest.raises(ConfigError, match="has no line `task: NAME`"):
-        tasks.run_tasks(build(), ByteTokenizer(), [str(tmp_path / "other.yaml")], None, None, 1)
+    for task, message in (
+        (str(tmp_path / "mine.yaml"), r"tasks: no file .*mine\.yaml"),
+        (str(tmp_path / "other.yaml"), "has no line `task: NAME`"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            evaluate(EvaluateConfig(run="no/such/run", tasks=[task]))
+
+
+@pytest.mark.slow
+def test_an_unknown_task_is_named_before_anything_else(tasks):
+    with pytest.raises(ConfigError, match="tasks: lm-eval has no hella_swag"):
+        evaluate(EvaluateConfig(run="no/such/run", tasks=["hella_swag"]))
+
+
+def test_a_task_that_fails_is_named_and_costs_no_other_result(tasks, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    save_run(tmp_path / "run")
+    data = byte_set(tmp_path)
+    documents, rest = [{"text": "some words"}], 'doc_to_text: ""\ndoc_to_target: "{{text}}"'
+    good = write_task(tmp_path, "good", "loglikelihood_rolling", documents, rest)
+    bad = write_task(tmp_path, "bad", "loglikelihood_rolling", documents, rest)
+    (tmp_path / "bad.jsonl").unlink()
+    with pytest.raises(UserError, match=r"^tasks: bad failed \(FileNotFoundError: ") as caught:
+        main([f"run={tmp_path}/run", f"data={data}", "tokens=50", f"tasks=[{good},{bad}]"])
+    assert "\n" not in str(caught.value)
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{data.name}:tokens=50: val/loss") and "\ngood: " in printed
+    results = json.loads((tmp_path / "run/eval/step-00000007.json").read_text())
+    assert list(results["validation"]) == [f"{data.name}:tokens=50"] and list(results["tasks"]) == ["good"]
