@@ -10,7 +10,6 @@ are the fields of `ImportConfig`.
 """
 
 import importlib.util
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -26,7 +25,7 @@ from twell import checkpoint
 from twell.arguments import parse_arguments, run_command
 from twell.config import Config, ConfigError, FFNConfig, ModelConfig, padded_vocab_size
 from twell.errors import UserError
-from twell.hf.config import InterchangeError, Layout, from_hf_config
+from twell.hf.config import LARGEST, InterchangeError, Layout, from_hf_config, read_json
 from twell.hf.tokenizer import OWN_TOKENIZER
 from twell.hf.tokenizer_import import read_hf_tokenizer
 from twell.hf.weights import check_names, from_hf
@@ -64,9 +63,10 @@ def import_hf(cfg: ImportConfig, log: Callable[[str], None] = print) -> Path:
     source, run = Path(cfg.path), Path(cfg.out) / cfg.name
     if run.exists():
         raise InterchangeError(f"name={cfg.name}: {run} is there already; choose another name")
-    model_config, kind, layout = from_hf_config(_read_json(source / "config.json"), cfg.name)
+    config = read_json(source / "config.json")
     if cfg.seq_len is not None:
-        model_config.seq_len = cfg.seq_len
+        config["max_position_embeddings"] = cfg.seq_len
+    model_config, kind, layout = from_hf_config(config, cfg.name)
     if cfg.ffn is not None and cfg.ffn not in KINDS[kind]:
         raise ConfigError(f"ffn={cfg.ffn}: this model's FFN is {' or '.join(KINDS[kind])}; training may change it")
     weights = SafeTensors(source)
@@ -84,6 +84,9 @@ def import_hf(cfg: ImportConfig, log: Callable[[str], None] = print) -> Path:
     _fill(model, weights, layout)
     try:
         run.mkdir(parents=True)
+    except OSError as error:
+        raise InterchangeError(f"out={cfg.out}: {run} cannot be made ({error.strerror})") from error
+    try:
         describe_run(run, trained, tokenizer)
         _write_preset(run, trained.model)
         checkpoint.save(run, 0, checkpoint.model_tensors(model), _meta(trained, tokenizer))
@@ -100,27 +103,44 @@ class SafeTensors:
     def __init__(self, folder: Path):
         from safetensors import SafetensorError, safe_open
 
-        index = folder / "model.safetensors.index.json"
-        if index.exists():
-            paths = [folder / name for name in sorted(set(_read_json(index)["weight_map"].values()))]
-        else:
-            paths = sorted(folder.glob("*.safetensors"))
-        if not paths:
-            raise InterchangeError(f"path={folder}: no *.safetensors there; other formats of weights are not read")
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._files = {}
-        for path in paths:
+        for path in _weight_files(folder):
             try:
                 file = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise InterchangeError(f"{path}: cannot be read ({error})") from error
             for name in file.keys():  # noqa: SIM118 - it is no dictionary
+                if name in self.shapes:
+                    raise InterchangeError(f"{path}: {name} is in another file, too; keep the files of one model there")
                 self.shapes[name] = tuple(file.get_slice(name).get_shape())
                 self._files[name] = file
 
     def __call__(self, name: str) -> Tensor:
-        """The tensor called `name`, fp32."""
-        return self._files[name].get_tensor(name).float()
+        """The tensor called `name`, fp32; InterchangeError if it cannot be weights."""
+        tensor = self._files[name].get_tensor(name)
+        if not tensor.is_floating_point():
+            raise InterchangeError(f"{name}: is {tensor.dtype}; weights must be of a floating point type")
+        tensor = tensor.float()
+        if not tensor.isfinite().all():
+            raise InterchangeError(f"{name}: has values that are not finite; the model has diverged or is damaged")
+        return tensor
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """What the index lists, else model.safetensors, else all *.safetensors but those of adapters (LoRA)."""
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.exists():
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+            raise InterchangeError(f"{index}: has no weight_map that names a file for every tensor")
+        return [folder / name for name in sorted(set(shards.values()))]
+    if whole.exists():
+        return [whole]
+    paths = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("adapter_"))
+    if not paths:
+        raise InterchangeError(f"path={folder}: no *.safetensors there; other formats of weights are not read")
+    return paths
 
 
 @torch.no_grad()
@@ -168,21 +188,13 @@ def _write_preset(run: Path, model: ModelConfig) -> None:
     path.write_text(PRESET.format(model=OmegaConf.to_yaml({"model": model}), tokens=16 * model.seq_len))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise InterchangeError(f"{path}: no such file; path=DIR names a Hugging Face folder") from error
-    except (OSError, ValueError) as error:
-        raise InterchangeError(f"{path}: cannot be read ({error})") from error
-
-
 def main(arguments: Sequence[str]) -> None:
     cfg = parse_arguments(arguments, ImportConfig, __doc__)
     if not cfg.path or cfg.name in ("", ".", "..") or "/" in cfg.name:
         raise ConfigError(f"path={cfg.path} name={cfg.name}: name a Hugging Face folder, and the run as a plain name")
-    if cfg.seq_len is not None and cfg.seq_len < 1:
-        raise ConfigError(f"seq_len={cfg.seq_len}: must be at least 1")
+    longest = LARGEST["max_position_embeddings"]
+    if cfg.seq_len is not None and not 1 <= cfg.seq_len <= longest:
+        raise ConfigError(f"seq_len={cfg.seq_len}: must be from 1 to {longest:,}")
     if importlib.util.find_spec("safetensors") is None:
         raise UserError("import_hf needs safetensors: pip install -e '.[export]'")
     import_hf(cfg)

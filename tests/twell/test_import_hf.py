@@ -210,7 +210,25 @@ REFUSALS = [
     ({"quantization_config": {"bits": 4}}, "quantization_config=.*: not supported"),
     ({"head_dim": 8}, "head_dim=8 with hidden_size=24 and num_attention_heads=6"),
     ({"num_key_value_heads": 4}, "num_key_value_heads=4 does not divide num_attention_heads=6"),
-    ({"hidden_size": None}, "hidden_size=None: must be a whole number"),
+    ({"hidden_size": None}, "hidden_size=missing: must be a whole number from 1 to 2,147,483,648"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: must be a whole number from 1 to 10,000"),
+    (
+        {"max_position_embeddings": 10**11},
+        "max_position_embeddings=100000000000: must be a whole number from 1 to 16,777",
+    ),
+    ({"rope_scaling": "linear"}, "rope_scaling=linear: must be an object"),
+    ({"rope_parameters": [1]}, r"rope_parameters=\[1\]: must be an object"),
+    ({"rope_parameters": {"rope_theta": True}}, "rope_theta=True: must be a number above 0"),
+    ({"rope_theta": True}, "rope_theta=True: must be a number above 0"),
+    ({"rms_norm_eps": "abc"}, "rms_norm_eps=abc: must be a number above 0, up to 1"),
+    ({"rms_norm_eps": -1}, "rms_norm_eps=-1: must be a number above 0"),
+    ({"layer_types": 5}, "layer_types=5: must be a list"),
+    ({"layer_types": [[1]]}, "only full_attention"),
+    ({"tie_word_embeddings": "false"}, "tie_word_embeddings=false: must be true or false"),
+    ({"attention_bias": 1}, "attention_bias=1: must be true or false"),
+    ({"head_dim": "four"}, "head_dim=four: must be a whole number"),
+    ({"model_type": "mamba", "architectures": "MambaForCausalLM"}, "architectures=MambaForCausalLM: must be a list"),
+    ({"model_type": "qwen3", "head_dim": None}, "head_dim=128 with hidden_size=24"),
     ({"num_hidden_layers": 3}, r"missing tensors .*: model\.layers\.2\.input_layernorm\.weight, .* and 4 more"),
     ({"num_hidden_layers": 1}, r"unknown tensors .*: model\.layers\.1\..* and 4 more"),
     ({"intermediate_size": 41}, r"wrong shapes .*mlp\.gate_proj\.weight is \[40, 24\], not \[41, 24\]"),
@@ -227,6 +245,83 @@ def test_what_we_do_not_have_is_named(changes: dict, message: str, tmp_path):
     with pytest.raises(InterchangeError, match=message) as caught:
         imported(tmp_path)
     assert "\n" not in str(caught.value) and not (tmp_path / "runs/small").exists()
+
+
+@pytest.mark.parametrize("content", ["[]", "null", '{"rms_norm_eps": null}', '{"rms_norm_eps": NaN}'])
+def test_a_damaged_config_is_named(content: str, tmp_path):
+    make_theirs(tmp_path / "hf")
+    path = tmp_path / "hf/config.json"
+    changed = json.loads(content)
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed) if changed else content)
+    message = r"config\.json: must hold an object, but holds" if not changed else "rms_norm_eps=.*: must be a number"
+    with pytest.raises(InterchangeError, match=message):
+        imported(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}'])
+def test_a_damaged_index_is_named(content: str, tmp_path):
+    make_theirs(tmp_path / "hf")
+    (tmp_path / "hf/model.safetensors.index.json").write_text(content)
+    with pytest.raises(InterchangeError, match=r"index\.json: has no weight_map that names a file for every tensor"):
+        imported(tmp_path)
+
+
+def stored(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    path = folder / "hf/model.safetensors"
+    return path, safetensors_torch.load_file(path)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda t: t.fill_(torch.nan), r"^model\.layers\.1\.mlp\.up_proj\.weight: has values that are not finite"),
+        (lambda t: t.double() * 1e300, r"^model\.layers\.1\.mlp\.up_proj\.weight: has values that are not finite"),
+        (lambda t: t.int(), r"^model\.layers\.1\.mlp\.up_proj\.weight: is torch\.int32; weights must be of a floating"),
+    ],
+)
+def test_what_cannot_be_weights_is_refused(value, message: str, tmp_path):
+    make_theirs(tmp_path / "hf")
+    path, tensors = stored(tmp_path)
+    tensors["model.layers.1.mlp.up_proj.weight"] = value(tensors["model.layers.1.mlp.up_proj.weight"])
+    safetensors_torch.save_file(tensors, path)
+    with pytest.raises(InterchangeError, match=message):
+        imported(tmp_path)
+    assert not (tmp_path / "runs/small").exists()
+
+
+def test_only_the_models_own_files_are_read(tmp_path):
+    """Other weights beside them: a copy in another format, and an adapter."""
+    make_theirs(tmp_path / "hf")
+    path, tensors = stored(tmp_path)
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    for name in ("adapter_model", "consolidated"):
+        safetensors_torch.save_file(zeros, path.with_name(f"{name}.safetensors"))
+    model, _, _ = load_run(imported(tmp_path), "latest", torch.device("cpu"))
+    assert torch.equal(model.norm.weight, tensors["model.norm.weight"])
+
+
+def test_files_without_an_index_must_not_overlap(tmp_path):
+    make_theirs(tmp_path / "hf")
+    path, tensors = stored(tmp_path)
+    path.unlink()
+    names = list(tensors)
+    half = len(names) // 2
+    for i, part in enumerate((names[:half], names[half:])):
+        safetensors_torch.save_file({name: tensors[name] for name in part}, path.with_name(f"part-{i}.safetensors"))
+    safetensors_torch.save_file({"lora": torch.zeros(1)}, path.with_name("adapter_model.safetensors"))
+    model, _, _ = load_run(imported(tmp_path), "latest", torch.device("cpu"))
+    assert torch.equal(model.norm.weight, tensors["model.norm.weight"])
+    safetensors_torch.save_file({names[0]: tensors[names[0]]}, path.with_name("part-2.safetensors"))
+    with pytest.raises(InterchangeError, match=rf"part-2\.safetensors: {names[0]} is in another file, too"):
+        import_hf(ImportConfig(str(tmp_path / "hf"), "other", str(tmp_path)), log=lambda text: None)
+
+
+def test_runs_cannot_lie_in_a_file(tmp_path):
+    make_theirs(tmp_path / "hf")
+    (tmp_path / "runs").write_text("mine")
+    with pytest.raises(InterchangeError, match=r"^out=.*runs: .*runs/small cannot be made \("):
+        imported(tmp_path)
+    assert (tmp_path / "runs").read_text() == "mine"
 
 
 def test_a_bias_on_the_output_projection_is_refused(tmp_path):
@@ -269,10 +364,17 @@ def test_missing_and_damaged_files_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["path=x"], ["name=x"], ["path=x", "name=a/b"], ["path=x", "name=y", "seq_len=0"]]
+    "arguments",
+    [
+        ["path=x"],
+        ["name=x"],
+        ["path=x", "name=a/b"],
+        ["path=x", "name=y", "seq_len=0"],
+        ["path=x", "name=y", "seq_len=100000000000"],
+    ],
 )
 def test_a_wrong_argument_is_named(arguments: list[str]):
-    with pytest.raises(UserError, match=r"^(path=|seq_len=0)"):
+    with pytest.raises(UserError, match=r"^(path=|seq_len=0: must be|seq_len=100000000000: must be)"):
         main(arguments)
 
 

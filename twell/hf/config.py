@@ -8,8 +8,9 @@ A type whose attention_bias also gives the output projection a bias gets one of 
 Both spellings of transformers 4 and 5 are read, and both are written, so that either version loads what we export.
 """
 
-import math
+import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from twell.config import FFNConfig, ModelConfig
@@ -31,6 +32,15 @@ FIXED = {
     "partial_rotary_factor": (1, None),
     "quantization_config": (None,),
 }
+EXPECTED = {
+    int: "a whole number from 1 to {high:,}",
+    float: "a number above 0, up to {high:g}",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+}
+REQUIRED = "missing"  # no value of a size
+LARGEST = {"num_hidden_layers": 10_000, "max_position_embeddings": 1 << 24}  # what would be built, or not fit anywhere
 
 
 class InterchangeError(UserError):
@@ -58,6 +68,19 @@ class Layout:
     o_bias: bool
     sparse: bool = False
     transposed_down: bool = False
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file of a Hugging Face folder; InterchangeError says what is wrong with it."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InterchangeError(f"{path}: no such file; path=DIR names a Hugging Face folder") from error
+    except (OSError, ValueError) as error:
+        raise InterchangeError(f"{path}: cannot be read ({error})") from error
+    if not isinstance(content, dict):
+        raise InterchangeError(f"{path}: must hold an object, but holds {content!r:.40}")
+    return content
 
 
 def model_type(model: ModelConfig, gated: bool) -> str:
@@ -136,34 +159,34 @@ def from_hf_config(config: dict[str, Any], name: str) -> tuple[ModelConfig, str,
     """
     kind = config.get("model_type")
     if kind not in READABLE:
-        named = ", ".join(config.get("architectures") or ["no architectures"])
+        named = ", ".join(map(str, _value(config, "architectures", list) or ["no architectures"]))
         raise InterchangeError(f"config.json: model_type={kind} ({named}): only {', '.join(READABLE)} can be imported")
     for key, allowed in FIXED.items():
         if key in config and config[key] not in allowed:
             raise InterchangeError(f"config.json: {key}={config[key]}: not supported, must be {allowed[0]}")
-    if set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}:
+    if any(layer != "full_attention" for layer in _value(config, "layer_types", list) or []):
         raise InterchangeError(f"config.json: layer_types={config['layer_types']}: only full_attention is supported")
     is_sparse, base = kind.endswith(SPARSE_SUFFIX), kind.removesuffix(SPARSE_SUFFIX)
-    gated = config.get("sparsity_gated_mlp", True) if is_sparse else base != "arcee"
-    d_ff = _size(config, "intermediate_size")
-    if is_sparse and config.get("sparsity_new_intermediate_size") is not None:
-        d_ff = _size(config, "sparsity_new_intermediate_size")
-    attention_bias = bool(config.get("attention_bias", False))
+    gated = _value(config, "sparsity_gated_mlp", bool, True) if is_sparse else base != "arcee"
+    d_ff = _size(config, "sparsity_new_intermediate_size", None) if is_sparse else None
+    d_ff = d_ff or _size(config, "intermediate_size")
+    attention_bias = _value(config, "attention_bias", bool, False)
+    n_heads = _size(config, "num_attention_heads")
     model = ModelConfig(
         name=name,
         n_layers=_size(config, "num_hidden_layers"),
         d_model=_size(config, "hidden_size"),
-        n_heads=_size(config, "num_attention_heads"),
-        n_kv_heads=_size(config, "num_key_value_heads", otherwise="num_attention_heads"),
+        n_heads=n_heads,
+        n_kv_heads=_size(config, "num_key_value_heads", None) or n_heads,
         # The other kind of FFN gets about as many parameters.
         d_ff=d_ff if gated else max(1, 2 * d_ff // 3),
         d_ff_nongated=3 * d_ff // 2 if gated else d_ff,
         seq_len=_size(config, "max_position_embeddings"),
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=_value(config, "tie_word_embeddings", bool, False),
         qk_norm=base == "qwen3",
         qkv_bias=base == "qwen2" or attention_bias,
         rope_theta=_rope_theta(config),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        norm_eps=float(_value(config, "rms_norm_eps", float, 1e-6, high=1.0)),
     )
     _check_heads(config, model)
     ffn_kind = _ffn_kind(config, is_sparse, gated)
@@ -171,7 +194,7 @@ def from_hf_config(config: dict[str, Any], name: str) -> tuple[ModelConfig, str,
         layout_of(model, FFNConfig(kind=ffn_kind), d_ff, _size(config, "vocab_size")),
         o_bias=attention_bias and base != "qwen2",
         sparse=is_sparse,
-        transposed_down=is_sparse and gated and bool(config.get("sparsity_use_hybrid_kernel", False)),
+        transposed_down=is_sparse and gated and _value(config, "sparsity_use_hybrid_kernel", bool, False),
     )
     return model, ffn_kind, layout
 
@@ -188,29 +211,28 @@ def _ffn_kind(config: dict[str, Any], is_sparse: bool, gated: bool) -> str:
 
 def _rope_theta(config: dict[str, Any]) -> float:
     """The base of the rotary angles, wherever the file has it; InterchangeError if they are scaled."""
+    theta = outside = _value(config, "rope_theta", float, 10000.0)
     for key in ("rope_parameters", "rope_scaling"):
-        rope = config.get(key) or {}
+        rope = _value(config, key, dict) or {}
         kind, share = rope.get("rope_type", rope.get("type", "default")), rope.get("partial_rotary_factor", 1)
         differs_by_layer = any(isinstance(value, dict) for value in rope.values())
         if kind != "default" or share != 1 or differs_by_layer:
             raise InterchangeError(
                 f"config.json: {key}={rope}: only rope_type=default, alike in all layers, is supported"
             )
-    outside = config.get("rope_theta", 10000.0)
-    theta = (config.get("rope_parameters") or {}).get("rope_theta", outside)
+        if key == "rope_parameters":
+            theta = _value(rope, "rope_theta", float, outside)
     if "rope_theta" in config and theta != outside:
         raise InterchangeError(
             f"config.json: rope_theta={outside}, but rope_parameters has {theta}: which one is meant?"
         )
-    if not isinstance(theta, int | float) or not 0 < theta < math.inf:
-        raise InterchangeError(f"config.json: rope_theta={theta}: must be a number above 0")
     return float(theta)
 
 
 def _check_heads(config: dict[str, Any], model: ModelConfig) -> None:
     derived = model.d_model // model.n_heads
     # Qwen3's class has a head_dim of its own if the file has none.
-    stated = config.get("head_dim") or (128 if config["model_type"] == "qwen3" else derived)
+    stated = _size(config, "head_dim", None) or (128 if config["model_type"] == "qwen3" else derived)
     if stated != derived or model.d_model % model.n_heads or derived % 2:
         raise InterchangeError(
             f"config.json: head_dim={stated} with hidden_size={model.d_model} and num_attention_heads={model.n_heads}: "
@@ -222,10 +244,24 @@ def _check_heads(config: dict[str, Any], model: ModelConfig) -> None:
         )
 
 
-def _size(config: dict[str, Any], key: str, otherwise: str | None = None) -> int:
-    value = config.get(key)
-    if value is None and otherwise is not None:
-        value = config.get(otherwise)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InterchangeError(f"config.json: {key}={value}: must be a whole number of at least 1")
+def _size(config: dict[str, Any], key: str, otherwise: Any = REQUIRED) -> int:
+    return _value(config, key, int, otherwise, high=LARGEST.get(key, 1 << 31))
+
+
+def _value(config: dict[str, Any], key: str, kind: type, otherwise: Any = None, high: float = 1e30) -> Any:
+    """config[key], or `otherwise` where there is none; null is read like that only if `otherwise` is None.
+
+    kind: int (from 1 to `high`), float (above 0, up to `high`; whole numbers too), bool, list or dict. Raises
+    InterchangeError for anything else.
+    """
+    value = config.get(key, otherwise)
+    if value is None and otherwise is None:
+        return None
+    is_bool = isinstance(value, bool)
+    if kind in (int, float):
+        fits = isinstance(value, (int, kind)) and not is_bool and 0 < value <= high
+    else:
+        fits = isinstance(value, kind)
+    if not fits:
+        raise InterchangeError(f"config.json: {key}={value}: must be {EXPECTED[kind].format(high=high)}")
     return value

@@ -4,7 +4,6 @@ What can be read are byte-level BPEs (GPT-2, Llama 3, Qwen, SmolLM, StarCoder an
 order of their ids; SentencePiece models (Llama 2, Mistral, Gemma) are not byte-level.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ from typing import Any
 from data import DataError
 from data.bpe import byte_of_letter
 from data.tokenizer import END_OF_TEXT, BPETokenizer, ByteTokenizer, Tokenizer
-from twell.hf.config import InterchangeError
+from twell.errors import first_line
+from twell.hf.config import InterchangeError, read_json
 from twell.hf.tokenizer import last_pair
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -27,19 +27,23 @@ def read_hf_tokenizer(folder: Path, log: Callable[[str], None] = print) -> Token
     Raises InterchangeError, naming what cannot be expressed.
     """
     path = folder / "tokenizer.json"
+    if not path.exists():
+        raise _refused(path, "is missing (SentencePiece models are not read)")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise _refused(path, "is missing (SentencePiece models are not read)") from error
-    except ValueError as error:
-        raise _refused(path, f"is damaged ({error})") from error
-    model = content.get("model") or {}
+        return _convert(read_json(path), folder, path, log)
+    except (AttributeError, DataError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise _refused(path, f"cannot be understood ({type(error).__name__}: {first_line(error)})") from error
+
+
+def _convert(content: dict[str, Any], folder: Path, path: Path, log: Callable[[str], None]) -> Tokenizer:
+    """The tokenizer that `content` of the file `path` describes; any error means that it is of another form."""
+    model = content["model"]
     for key, expected in (("type", "BPE"), ("byte_fallback", None), ("dropout", None), ("end_of_word_suffix", None)):
         if (model.get(key) or None) != expected:
             raise _refused(path, f"model with {key}={model.get(key)}: not a plain byte-level BPE")
     pattern = _pattern(content.get("pre_tokenizer"), path)
     specials = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
-    if blank := [token["content"] for token in content.get("added_tokens", []) if not token["content"].strip()]:
+    if blank := [name for name in specials if not name.strip()]:
         raise _refused(path, f"added tokens that are white space ({blank[0]!r} ...): here none is found in a text")
     eot = _end_of_text(folder, specials)
     ranks = _ranks(model["vocab"], specials, path)
@@ -52,10 +56,7 @@ def read_hf_tokenizer(folder: Path, log: Callable[[str], None] = print) -> Token
     _check_merges(model, ranks, path)
     # Only its id matters: no text is ever encoded to it.
     specials = {END_OF_TEXT if name == eot else name: i for name, i in specials.items()}
-    try:
-        return BPETokenizer(folder.resolve().name, pattern, ranks, specials)
-    except (DataError, ValueError) as error:
-        raise _refused(path, str(error)) from error
+    return BPETokenizer(folder.resolve().name, pattern, ranks, specials)
 
 
 def _pattern(pre_tokenizer: dict[str, Any] | None, path: Path) -> str | None:
@@ -79,7 +80,7 @@ def _pattern(pre_tokenizer: dict[str, Any] | None, path: Path) -> str | None:
 def _end_of_text(folder: Path, specials: dict[str, int]) -> str:
     """The name of the token that ends a document."""
     config = folder / "tokenizer_config.json"
-    eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.exists() else None
+    eos = read_json(config).get("eos_token") if config.exists() else None
     name = END_OF_TEXT if END_OF_TEXT in specials else eos["content"] if isinstance(eos, dict) else eos
     if name not in specials:
         raise _refused(folder / "tokenizer.json", f"no {END_OF_TEXT} and no eos_token among its special tokens")

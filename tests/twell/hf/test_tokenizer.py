@@ -193,5 +193,36 @@ def test_a_missing_or_damaged_file_is_named(tmp_path):
     with pytest.raises(InterchangeError, match=r"tokenizer\.json: is missing"):
         read_hf_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(InterchangeError, match=r"tokenizer\.json: is damaged"):
+    with pytest.raises(InterchangeError, match=r"tokenizer\.json: cannot be read \(Expecting property"):
         read_hf_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("[]")
+    with pytest.raises(InterchangeError, match=r"tokenizer\.json: must hold an object, but holds \[\]"):
+        read_hf_tokenizer(tmp_path)
+    written(tmp_path, bpe(PATTERN))
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(InterchangeError, match=r"tokenizer_config\.json: cannot be read"):
+        read_hf_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value"),
+    [
+        ("model", "vocab", None),
+        ("model", "vocab", ["a", "b"]),
+        ("model", "vocab", {"a": "b"}),
+        ("model", "merges", None),
+        ("model", "merges", [5]),
+        ("model", "merges", ["€ €"]),
+        ("pre_tokenizer", "pretokenizers", [{}]),
+        ("pre_tokenizer", "pretokenizers", []),
+    ],
+)
+def test_parts_of_an_unknown_form_are_one_line(part: str, key: str, value, tmp_path):
+    content = written(tmp_path, bpe(PATTERN))
+    content[part][key] = value
+    if value is None:
+        del content[part][key]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(InterchangeError, match=r"tokenizer\.json: .*; tokenizer=NAME or FOLDER imports with") as caught:
+        read_hf_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
