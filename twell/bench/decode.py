@@ -22,7 +22,7 @@ from torch import Tensor
 
 from twell.bench import measure
 from twell.bench.step_measure import Call, joules_per_token, release
-from twell.bench.step_model import ModelOptions, Setup, selected
+from twell.bench.step_model import ModelOptions, Setup, check_values, selected
 from twell.bench.step_report import print_environment, print_table
 from twell.decoder import Decoder, step_ffn
 from twell.errors import UserError
@@ -70,13 +70,15 @@ def run(options: Options) -> None:
     variants = selected(options)
     if "relu_l1" in variants:
         raise UserError(f"variants={options.variants}: without gradients, relu_l1 is dense_relu")
-    try:
-        batch_sizes = [int(rows) for rows in options.rows.split(",")]
-    except ValueError:
-        raise UserError(f"rows={options.rows}: must be numbers with commas between them") from None
+    batch_sizes = _check(options)
     setup = Setup(options, options.run or options.model)
     if options.prompt + N_STEPS > setup.cfg.model.seq_len:
         raise UserError(f"prompt={options.prompt}: leaves no {N_STEPS} of seq_len={setup.cfg.model.seq_len} tokens")
+    environment = measure.environment(setup.device) | {"dtype": str(setup.dtype).removeprefix("torch.")}
+    print_environment(environment)
+    shape = f"{setup.cfg.model.n_layers} layers, d_model {setup.cfg.model.d_model}, d_ff {setup.cfg.ffn.d_ff}"
+    patience = "" if setup.device.type == "cuda" else "; on a CPU a large model takes many minutes, model=nano seconds"
+    print(f"making the weights of {options.run or options.model}: {shape}{patience}", flush=True)
     model = setup.twin("dense_relu", setup.build())  # which needs no kernels to say what fires
     for parameter in model.parameters():
         parameter.data = parameter.data.to(setup.dtype)
@@ -86,8 +88,6 @@ def run(options: Options) -> None:
     if options.check:
         check(setup, model, text, batch_sizes[0])
         return
-    environment = measure.environment(setup.device) | {"dtype": str(setup.dtype).removeprefix("torch.")}
-    print_environment(environment)
     results = []
     for rows in batch_sizes:
         results.append(measure_rows(setup, model, variants, cut(text, rows, options.prompt + N_STEPS)))
@@ -97,6 +97,24 @@ def run(options: Options) -> None:
             head = {"environment": environment, "options": asdict(options)} | setup.describe(options.model, model, 1)
             Path(options.out).write_text(json.dumps(head | {"results": results}, indent=1) + "\n")
         release()
+
+
+def _check(options: Options) -> list[int]:
+    """The batch sizes; UserError for the first option out of range."""
+    batch_sizes = [int(rows) for rows in options.rows.split(",") if rows.strip().isdecimal()]
+    rules = (
+        (
+            len(batch_sizes) == len(options.rows.split(",")) and min(batch_sizes) >= 1,
+            "rows",
+            "must be numbers of at least 1 with commas between them",
+        ),
+        (options.prompt >= 1, "prompt", "must be at least 1"),
+        (options.rounds >= 1, "rounds", "must be at least 1"),
+        (options.seconds >= 0, "seconds", "must be at least 0"),
+        (options.check >= 0, "check", "must be at least 1, or 0 to measure"),
+    )
+    check_values(options, rules)
+    return batch_sizes
 
 
 def cut(text: Tensor, rows: int, length: int) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from data.loader import Batch
 from twell.bench.measure import synchronize
 from twell.bench.step_measure import Call, CompareOptions, compare, firing_by_layer, run_models
-from twell.bench.step_model import Setup, selected
+from twell.bench.step_model import Setup, check_values, selected
 from twell.errors import UserError
 from twell.forced import force_firing
 from twell.model import Transformer
@@ -77,6 +77,11 @@ def run(options: Options) -> None:
     variants = selected(options)
     if "relu_l1" in variants:
         raise UserError(f"variants={options.variants}: without gradients, relu_l1 is dense_relu")
+    rules = (
+        (options.rounds >= 0, "rounds", "must be at least 1, or 0 for about `seconds` worth"),
+        (options.seconds >= 0, "seconds", "must be at least 0"),
+    )
+    check_values(options, rules)
 
     def measure_model(setup: Setup, name: str) -> dict:
         model = setup.build()

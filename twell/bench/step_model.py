@@ -1,7 +1,7 @@
 """The models that `python -m twell.bench step`, `prefill` and `fit` run: one set of weights, several FFNs around it."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +15,11 @@ from torch import Tensor
 from data.loader import Batch, validation_batches
 from data.prepare import prepare
 from twell import checkpoint, parallel
+from twell.checks import CHOICES
 from twell.config import CONFIG_DIR, Config, padded_vocab_size, register
 from twell.errors import UserError
 from twell.ffn import DenseFFN, FFNResult
+from twell.forced import MOST
 from twell.model import Transformer
 
 VARIANTS = ("dense_silu", "dense_relu", "relu_l1", "sparse")
@@ -63,6 +65,7 @@ class Setup:
     """What one preset or run makes of the options: its config, its initial weights and its tokens."""
 
     def __init__(self, options: ModelOptions, preset: str):
+        _check(options, preset)
         self.options = options
         self.forced = not options.run  # whether the weights are made to fire as asked
         on_gpu = torch.cuda.is_available()
@@ -70,6 +73,9 @@ class Setup:
         self.dtype = parallel.compute_dtype(options.dtype, self.device.type)
         self.compiled = self.device.type == "cuda" if options.compile is None else options.compile
         self.cfg = _config(options, preset)
+        most = MOST * self.cfg.ffn.d_ff
+        rule = f"must be above 0, and at most {most:g} of {self.cfg.ffn.d_ff} neurons"
+        check_values(options, [(not self.forced or 0 < options.nnz <= most, "nnz", rule)])
         self.n_vocab = options.vocab
         if options.run:
             self.prepared = prepare(self.cfg.data, val_tokens=self.cfg.eval.tokens)
@@ -129,6 +135,30 @@ class Setup:
             "n_micro": n_micro,
             "forced_nnz": self.options.nnz if self.forced else None,
         }
+
+
+def check_values(options: object, rules: Iterable[tuple[bool, str, str]]) -> None:
+    """UserError for the first of the rules (does it hold?, name of the option, what it must be) that does not hold."""
+    for holds, key, rule in rules:
+        if not holds:
+            raise UserError(f"{key}={getattr(options, key)}: {rule}")
+
+
+def _check(options: ModelOptions, preset: str) -> None:
+    """What can be said without knowing the model; of all presets asked for, since one comes after another."""
+    presets = sorted(path.stem for path in (CONFIG_DIR / "model").glob("*.yaml"))
+    for name in [] if options.run else [preset, *options.model.split(",")]:
+        if name not in presets:
+            raise UserError(f"model={name}: there is no such preset, but {', '.join(presets)}")
+    choices = {"impl": "ffn.impl", "recompute": "recompute", "cuda_graph": "cuda_graph", "dtype": "dtype"}
+    check_values(
+        options,
+        [(getattr(options, k) in CHOICES[c], k, f"must be one of {', '.join(CHOICES[c])}") for k, c in choices.items()],
+    )
+    sizes = ("micro", "seq", "layers")
+    check_values(options, [(getattr(options, k) >= 0, k, "must be at least 1, or 0 for the preset's") for k in sizes])
+    check_values(options, [(options.vocab >= 1, "vocab", "must be at least 1")])
+    check_values(options, [(options.spread >= 0, "spread", "must be at least 0")])
 
 
 def selected(options: ModelOptions) -> list[str]:

@@ -30,7 +30,9 @@ def test_compares_all_variants_at_every_batch_size(tmp_path, capsys):
 def test_checks_greedy_text(capsys, monkeypatch):
     arguments = ["decode", *TINY, "rows=2", "check=3", "impl=triton"]
     assert bench.main(arguments) == 0
-    assert capsys.readouterr().out == "prompt 0: 3 tokens, identical\nprompt 1: 3 tokens, identical\n"
+    printed = capsys.readouterr().out
+    assert printed.endswith("\nprompt 0: 3 tokens, identical\nprompt 1: 3 tokens, identical\n")
+    assert "\nmaking the weights of nano: 2 layers, d_model 128, d_ff 512" in printed
     tie, fault = Comparison(3, True, 12.0, 11.9375), Comparison(3, True, 12.0, 11.0)
     monkeypatch.setattr("twell.bench.decode.compare_greedy", lambda *_: [tie, fault])
     assert bench.main(arguments) == 2
@@ -43,6 +45,22 @@ def test_checks_greedy_text(capsys, monkeypatch):
     ("arguments", "message"),
     [
         (["rows=many"], "rows=many: must be numbers"),
+        (["rows=0"], "rows=0: must be numbers of at least 1"),
+        (["rows=1,-1"], "rows=1,-1: must be numbers of at least 1"),
+        (["prompt=0"], "prompt=0: must be at least 1"),
+        (["prompt=-3"], "prompt=-3: must be at least 1"),
+        (["rounds=0"], "rounds=0: must be at least 1"),
+        (["seconds=-1"], "seconds=-1.0: must be at least 0"),
+        (["check=-1"], "check=-1: must be at least 1, or 0"),
+        (["nnz=0"], "nnz=0.0: must be above 0, and at most 153.6 of 512 neurons"),
+        (["nnz=-1"], "nnz=-1.0: must be above 0"),
+        (["nnz=100000"], "nnz=100000.0: must be above 0, and at most 153.6"),
+        (["model=nope"], "model=nope: there is no such preset, but 0p5b, 124m"),
+        (["impl=foo"], "impl=foo: must be one of auto, triton, torch"),
+        (["micro=-1"], "micro=-1: must be at least 1, or 0 for the preset's"),
+        (["layers=-1"], "layers=-1: must be at least 1, or 0 for the preset's"),
+        (["vocab=0"], "vocab=0: must be at least 1"),
+        (["spread=-1"], "spread=-1.0: must be at least 0"),
         (["variants=relu_l1"], "variants=relu_l1: without gradients"),
         (["prompt=60"], "prompt=60: leaves no 8 of seq_len=64"),
         (["check=60"], "check=60: with prompt=12 that is more than seq_len=64"),

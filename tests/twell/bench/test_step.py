@@ -83,6 +83,13 @@ def test_several_models_and_fewer_variants(tmp_path):
         ),
         (["step", "run=runs/no-such"], "run=runs/no-such: no run there"),
         (["prefill", "variants=relu_l1"], "without gradients, relu_l1 is dense_relu"),
+        (["prefill", "rounds=-1"], "rounds=-1: must be at least 1, or 0"),
+        (["prefill", "seconds=-1"], "seconds=-1.0: must be at least 0"),
+        (["prefill", "model=nano", "nnz=0"], "nnz=0.0: must be above 0, and at most 153.6 of 512 neurons"),
+        (["prefill", "model=nano,nope"], "model=nope: there is no such preset"),
+        (["prefill", "model=nano", "impl=foo"], "impl=foo: must be one of auto, triton, torch"),
+        (["prefill", "model=nano", "dtype=fp16"], "dtype=fp16: must be one of auto, bf16, fp32"),
+        (["prefill", "model=nano", "seq=-1"], "seq=-1: must be at least 1, or 0"),
     ],
 )
 def test_mistakes_are_explained(command, message, capsys):
