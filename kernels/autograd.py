@@ -10,6 +10,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kernels import dense, sparse
 from kernels.compact import RowsShape
@@ -190,6 +191,7 @@ class _Eager(torch.autograd.Function):
     setup_context = staticmethod(_setup_context)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy, dl1, *_):
         return _gradients(ctx, dy, dl1, backward_pass)
 

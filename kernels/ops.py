@@ -56,10 +56,14 @@ def sparse_ffn(
     >>> loss = cross_entropy + coef / (n_layers * n_counted) * out.l1
     """
     _check_arguments(x, w_gate, w_up, w_down, counted, impl)
+    if state is not None and state.h != w_up.shape[0]:
+        raise ValueError(f"state is of a layer with {state.h} neurons, w_up has {w_up.shape[0]}")
     if x.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, w_up, w_down = x.to(dtype), w_up.to(dtype), w_down.to(dtype)
         w_gate = None if w_gate is None else w_gate.to(dtype)
+    if x.dtype != w_up.dtype or x.device != w_up.device:
+        raise ValueError(f"x is {x.dtype} on {x.device}, the weights {w_up.dtype} on {w_up.device}")
     reason = None if impl == "torch" else unsupported(x.device, x.dtype, x.shape[-1])
     if impl == "triton" and reason is not None:
         raise NotImplementedError(f"impl=triton: {reason}; use impl=auto or impl=torch")
@@ -119,6 +123,8 @@ def _check_arguments(
                 f"{name} has shape {tuple(weight.shape)}; with x {tuple(x.shape)} and w_up {tuple(w_up.shape)} it must "
                 f"be {shape} (h, d), w_down too: row j is neuron j"
             )
+        if weight is not None and (weight.dtype, weight.device) != (w_up.dtype, w_up.device):
+            raise ValueError(f"{name} is {weight.dtype} on {weight.device}, w_up {w_up.dtype} on {w_up.device}")
     if counted is not None and (counted.dtype != torch.bool or counted.shape != x.shape[:-1]):
         raise ValueError(
             f"counted must be bool of shape {tuple(x.shape[:-1])}, got {counted.dtype} {tuple(counted.shape)}"

@@ -5,8 +5,8 @@ hot, and whether the layer runs dense. A pass reads the decision from the host a
 device (`Seen`), so no step waits for the other side. Off the step's path, once per optimizer step or rarer, the caller
 does
 
-    if overflowed(states):   # a 0-dim device tensor; fold it into a read that happens anyway
-        update(states)       # larger buffers: the results of that step are incomplete, repeat it before the optimizer
+    while overflowed(states):  # a 0-dim device tensor; fold it into a read that happens anyway
+        update(states)         # larger buffers: the results of that step are incomplete, repeat it before the optimizer
     ...
     update(states)           # learn from what was seen: one host read for all layers
 
@@ -26,6 +26,7 @@ from kernels import dispatch
 from kernels.compact import SPLIT
 from kernels.dispatch import Costs, Shape
 from kernels.order import TILE, Order, by_coactivation, by_frequency, make_order, natural, unpack_words
+from kernels.products import WHOLE
 from kernels.room import HEADROOM, PER, Needs, Room, RoomMemory, room_for
 from kernels.sparse import cold_tiles
 from kernels.summary import Seen
@@ -208,9 +209,11 @@ class FFNState:
 
     def load_state_dict(self, saved: dict[str, object]) -> None:
         permutation = saved["order"].to(self.seen.numbers.device)
+        if len(permutation) != self.h:
+            raise ValueError(f"the saved state is of a layer with {len(permutation)} neurons, not {self.h}")
         self.fired, self.tokens, self.dtype = saved["fired"], saved["tokens"], saved["dtype"]
         self.shape = None if saved["shape"] is None else Shape(*saved["shape"])
-        train, infer = (make_order(permutation, n_hot) for n_hot in saved["n_hot"])
+        train, infer = (make_order(permutation, n_hot - n_hot % WHOLE) for n_hot in saved["n_hot"])
         self.room.room, self.room.most = saved["room"], saved["most"]
         version = self.decision.version + 1
         learnt = (saved["slots"], version, saved["rate"], saved["room"], saved["grouped"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from kernels.autograd import forward_pass
+from kernels.autograd import apply, forward_pass
 from kernels.ops import sparse_ffn
 from kernels.state import FFNState
 from tests.kernels.ffn_cases import DL1, PATTERNS, Case, assert_accurate, differentiate, make_case, run
@@ -182,6 +182,29 @@ def test_triton_refuses_what_it_cannot_do(device):
     with pytest.raises(NotImplementedError, match=r"impl=triton.*float64"):
         triton_run(case)
     assert_accurate(case, *run(case, impl="auto"))
+
+
+def test_dtypes_and_devices_must_agree_and_a_state_must_fit(device):
+    x, w_gate, w_up, w_down = make_case(4, 16, 40, "50 %", device=device).tensors
+    with pytest.raises(ValueError, match=r"w_down is torch.float16 on .*, w_up torch.float32"):
+        sparse_ffn(x, w_gate, w_up, w_down.half(), impl="triton")
+    with pytest.raises(ValueError, match=r"x is torch.float16 on .*, the weights torch.float32"):
+        sparse_ffn(x.half(), w_gate, w_up, w_down, impl="torch")
+    with pytest.raises(ValueError, match=r"x is torch.float32 on .*, the weights torch.float32 on meta"):
+        sparse_ffn(x, *(w.to("meta") for w in (w_gate, w_up, w_down)))
+    with pytest.raises(ValueError, match="state is of a layer with 48 neurons, w_up has 40"):
+        sparse_ffn(x, w_gate, w_up, w_down, impl="triton", state=FFNState(48, device))
+
+
+@pytest.mark.parametrize("force", [True, False])
+def test_a_second_derivative_is_refused(force, device):
+    case = make_case(4, 16, 40, "50 %", device=device)
+    leaves = [t.detach().requires_grad_() for t in case.tensors]
+    y = apply(*leaves, None, None, force, True, True)[0]
+    dy = case.dy.requires_grad_()
+    (dx,) = torch.autograd.grad(y, leaves[0], dy, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -162,3 +162,12 @@ def test_signature_changes_with_what_a_captured_graph_contains(device):
     settled = signature([state])
     assert signature([learn(state, case)]) == settled
     assert signature([with_room(state, "blocks", 1)]) != settled
+
+
+def test_a_state_of_another_width_is_refused_and_hot_neurons_come_in_whole_blocks(device):
+    state = learn(FFNState(140, device), make_case(5, 16, 140, "50 %", device=device))
+    with pytest.raises(ValueError, match="layer with 140 neurons, not 150"):
+        FFNState(150, device).load_state_dict(state.state_dict())
+    restored = FFNState(140, device)
+    restored.load_state_dict({**state.state_dict(), "n_hot": (80, 140)})  # as versions before this rule saved it
+    assert (restored.decision.train.n_hot, restored.decision.infer.n_hot) == (64, 128)
