@@ -30,6 +30,15 @@ def test_token_lists(tiles, n, density, device, monkeypatch):
     assert seen.numbers[4] == -(-total * 1024 // n) and seen.numbers[6] == 0
 
 
+@pytest.mark.parametrize("tiles, n", [(1026, 2), (2, 34 * 16)])
+def test_many_tiles_and_many_blocks_of_tokens(tiles, n, device, monkeypatch):
+    monkeypatch.setattr(plan_module, "BLOCK", 16)
+    occupied = torch.ones(tiles, n, dtype=torch.int8, device=device)
+    result = plan(occupied, tiles * n, 32, 16, torch.float32, None)
+    assert torch.equal(result.offsets, torch.arange(tiles + 1, device=device, dtype=torch.int32) * n)
+    assert torch.equal(result.slot.view(-1), torch.arange(tiles * n, device=device, dtype=torch.int32))
+
+
 def test_too_many_blocks_are_reported_and_nothing_is_written_beyond(device):
     occupied = torch.ones(2, 20, dtype=torch.int8, device=device)
     seen = new_seen(device)
