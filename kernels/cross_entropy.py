@@ -29,7 +29,7 @@ def cross_entropy_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits += row * VOCAB_SIZE
     run = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    target = tl.load(targets + row).to(tl.int32)
+    target = tl.load(targets + row)
     if target == IGNORED:
         tl.store(losses + row, 0.0)
         if GRADIENT:
