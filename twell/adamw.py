@@ -48,12 +48,19 @@ class FlatAdamW(AdamW):
                 adamw(*run, factor=factor, corrections=corrections, **options)
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """As torch's, but the state is filled in place."""
+        """As torch's, but the state is filled in place, from zeros if the other optimizer has not stepped.
+
+        Raises ValueError if betas or eps are not those of this optimizer: a step takes them from its constructor.
+        """
+        for group in state_dict["param_groups"]:
+            for key in ("betas", "eps"):
+                if group[key] != self.defaults[key]:
+                    raise ValueError(f"{key}={group[key]} in the state: this optimizer has {self.defaults[key]}")
         own = dict(self.state)
         super().load_state_dict(state_dict)
         for parameter, tensors in own.items():
             for key, tensor in tensors.items():
-                tensor.copy_(self.state[parameter][key])
+                tensor.copy_(self.state[parameter].get(key, torch.zeros_like(tensor)))
             self.state[parameter] = tensors
 
 

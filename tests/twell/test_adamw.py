@@ -143,6 +143,18 @@ def test_states_are_interchangeable_as_torch_has_it():
     assert_equal_state(new_weights, new, masters, other)
 
 
+def test_the_state_of_an_optimizer_before_its_first_step_is_zeros_and_other_betas_are_refused():
+    weights, optimizer = make()
+    masters, other = twin(weights)
+    before = copy.deepcopy(other.state_dict())
+    step_both(weights, optimizer, masters, other, 0)
+    optimizer.load_state_dict(before)
+    assert all((tensor == 0).all() for tensors in optimizer.state.values() for tensor in tensors.values())
+    before["param_groups"][0]["betas"] = (0.5, 0.5)
+    with pytest.raises(ValueError, match=r"betas=\(0.5, 0.5\) in the state: this optimizer has"):
+        optimizer.load_state_dict(before)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_stays_where_it_is(value: float):
     weights, optimizer = make()
