@@ -104,11 +104,12 @@ def token_cases() -> Iterator[Case]:
 
 
 def quick_cases() -> Iterator[Case]:
-    """Every kind of case in a size that a CPU computes in a moment."""
-    yield synthetic("uniform", 48, 160, 6, Bar(1.0, 1.1), Bar(1.0), n=256)
-    yield synthetic("uniform", 48, 160, 160, n=256)
-    yield synthetic("spread", 48, 160, 6, n=256, spread=0.6)
-    yield synthetic("uniform", 40, 100, 5, n=255, gated=False)
+    """Every kind of case in a size that a CPU computes in a moment; no bar applies to it."""
+    none = Bar()
+    yield synthetic("uniform", 48, 160, 6, none, none, n=256)
+    yield synthetic("uniform", 48, 160, 160, none, none, n=256)
+    yield synthetic("spread", 48, 160, 6, none, none, n=256, spread=0.6)
+    yield synthetic("uniform", 40, 100, 5, none, none, n=255, gated=False)
 
 
 def mask_cases(path: Path, d: int, n: int = N) -> Iterator[Case]:
