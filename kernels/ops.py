@@ -12,7 +12,7 @@ from kernels.reference import FFNOutput, ffn_forward
 if TYPE_CHECKING:
     from kernels.state import FFNState
 
-__all__ = ["FFNOutput", "sparse_ffn", "unsupported"]
+__all__ = ["FFNOutput", "has_kernels", "sparse_ffn", "unsupported"]
 
 IMPLS = ("auto", "triton", "torch")
 MAX_WIDTH = 16384  # a row of d values lives in the registers of one program
@@ -92,6 +92,11 @@ def sparse_ffn(
 def unsupported(device: torch.device, dtype: torch.dtype, d: int) -> str | None:
     """Why the Triton path cannot run there, or None if it can. On a GPU that it cannot use, says so, once."""
     return _unsupported(device, dtype, d)
+
+
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether kernels to which the width does not matter replace torch's there: on GPUs that Triton supports."""
+    return device.type == "cuda" and unsupported(device, dtype, 1) is None
 
 
 @functools.cache

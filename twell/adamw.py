@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from kernels.optimizer import adamw
 from twell.weights import Flat, padded
 
 
@@ -37,6 +36,8 @@ class FlatAdamW(AdamW):
     @torch.no_grad()
     def step(self, *, factor: Tensor | None = None) -> None:
         """Move the masters along `factor` (fp32 [] on the device; None: 1) times their gradients, which stay."""
+        from kernels.optimizer import adamw  # needs triton
+
         self._steps += 1
         corrections = 1 - self._betas ** self._steps[0]  # float64 [2]: 1 - beta2^t would lose its digits in fp32
         if factor is None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.ops import unsupported
+from kernels.ops import has_kernels
 from twell.ffn import DenseFFN
 from twell.model import Transformer, rotate
 from twell.relu_ffn import FEW, ReluFFN, settle
@@ -78,7 +78,7 @@ class Decoder:
         self.shape = Shape(attn.n_heads, attn.n_kv_heads, attn.head_dim, model.norm.eps, activation, gated, sparse)
         self.shapes, self._max_rows = [self.shape] * len(self.layers), max_rows
         # One kernel for rotation, the cache and attention; without it, and without a GPU, torch's.
-        self.fused = impl == "triton" or (self.device.type == "cuda" and unsupported(self.device, dtype, 1) is None)
+        self.fused = impl == "triton" or has_kernels(self.device, dtype)
         of_step, of_prefill = (project, between, finish), (rotated, half_way, dense_ffn)
         if compile:
             # Every kind of FFN, number of rows and kind of prompts is compiled by itself, and counts towards a limit.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.ops import unsupported
+from kernels.ops import has_kernels
 
 IGNORE = -100  # the target of a token that the loss does not count
 CHUNK_BYTES = 1 << 30  # of logits held at a time, and of their gradient where it does not take their place
@@ -29,7 +29,7 @@ def linear_cross_entropy(
         chunk: tokens whose logits exist at a time; None: as many as CHUNK_BYTES allow.
     """
     if chunk is None:
-        tensors = 1 if _in_one_kernel(x.device, x.dtype) else 2
+        tensors = 1 if has_kernels(x.device, x.dtype) else 2
         chunk = _chunk_tokens(len(x), tensors * weight.shape[0] * x.element_size())
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(x, weight, targets, n_vocab, chunk)
@@ -64,7 +64,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _cross_entropy(logits: Tensor, targets: Tensor, losses: Tensor, n_vocab: int, with_gradient: bool) -> Tensor | None:
     """Fill losses [n] of logits [n, vocab_size]; the gradient of their sum, which may take the place of the logits."""
-    if _in_one_kernel(logits.device, logits.dtype):
+    if has_kernels(logits.device, logits.dtype):
         from kernels.cross_entropy import cross_entropy  # needs triton
 
         cross_entropy(logits, targets, losses, n_vocab, IGNORE, with_gradient)
@@ -86,17 +86,12 @@ def _cross_entropy(logits: Tensor, targets: Tensor, losses: Tensor, n_vocab: int
 
 def _scaled(t: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """t * factor in `dtype`, which is never wider than t; factor fp32 []."""
-    if _in_one_kernel(t.device, dtype):
+    if has_kernels(t.device, dtype):
         from kernels.cross_entropy import scaled  # needs triton
 
         return scaled(t, factor, dtype)
     # Not by a scalar, which torch would round to the dtype of t before multiplying.
     return torch.mul(t, factor.view(1, 1), out=torch.empty_like(t, dtype=dtype))
-
-
-def _in_one_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether losses and gradient of logits take one pass, in which the gradient takes their place."""
-    return device.type == "cuda" and unsupported(device, dtype, 1) is None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

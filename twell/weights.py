@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kernels import launch
-from kernels.optimizer import accumulate
+from kernels.ops import has_kernels
 from twell import parallel
 
 ALIGNMENT = 64  # elements; every tensor starts at a multiple, so that kernels may load 16 bytes at once
@@ -46,11 +45,6 @@ class Flat(NamedTuple):
     master: Tensor  # fp32 [n]
     grad: Tensor  # fp32 [n]
     compute: Tensor  # compute dtype [n], the master rounded
-
-
-def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether kernels of our own work on flat memory there: on GPUs that Triton supports."""
-    return device.type == "cuda" and launch.supported(device, dtype) is None
 
 
 class Weights:
@@ -120,6 +114,8 @@ class Weights:
         members = [i for i in members if self._parameters[i].grad is not None]
         totals, grads = [self._grads[i] for i in members], [self._parameters[i].grad for i in members]
         if self.flat is not None:
+            from kernels.optimizer import accumulate  # needs triton
+
             for total, grad in zip(totals, grads):
                 accumulate(total, grad, self._overwrite)
         elif members:

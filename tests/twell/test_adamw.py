@@ -9,9 +9,9 @@ from torch import nn
 from torch.optim import AdamW, Muon
 from torch.testing import assert_close
 
+from kernels import optimizer as optimizer_kernels
 from tests.training import losses, train_tiny
 from tests.twell.small import build
-from twell import adamw
 from twell.adamw import FlatAdamW
 from twell.config import OptimConfig
 from twell.optim import build_optimizer, optimizer_state, set_lr
@@ -97,7 +97,7 @@ def test_neighbours_of_a_group_are_updated_together(monkeypatch):
         seen[master.storage_offset() : master.storage_offset() + len(master)] += 1 + (weight_decay > 0)
         launches.append(len(master))
 
-    monkeypatch.setattr(adamw, "adamw", count)
+    monkeypatch.setattr(optimizer_kernels, "adamw", count)
     optimizer.step()
     assert len(launches) < len(weights.masters)
     for name, master in weights.masters.items():
