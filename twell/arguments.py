@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
@@ -36,6 +36,13 @@ def parse_arguments(arguments: Sequence[str], schema: type[Schema], doc: str) ->
         else:  # as it stands: YAML would read a run called 1e5 as a number
             values[key] = None if value == "null" else value
     return OmegaConf.to_object(values)
+
+
+def check_values(options: object, rules: Iterable[tuple[bool, str, str]]) -> None:
+    """ConfigError for the first of the rules (does it hold?, name of the option, what it must be) that is broken."""
+    for holds, key, rule in rules:
+        if not holds:
+            raise ConfigError(f"{key}={getattr(options, key)}: {rule}")
 
 
 def run_command(main: Callable[[Sequence[str]], None]) -> None:

@@ -26,7 +26,7 @@ from data.prepare import prepare
 from data.prepared import META, PreparedData, open_prepared
 from data.tokenizer import Tokenizer
 from twell import parallel, tracking
-from twell.arguments import parse_arguments, run_command
+from twell.arguments import check_values, parse_arguments, run_command
 from twell.config import Config, ConfigError
 from twell.errors import first_line
 from twell.ffn import SparseFFN
@@ -229,9 +229,7 @@ def main(arguments: Sequence[str]) -> None:
         (cfg.limit is None or cfg.limit >= 1, "limit", "must be at least 1, or null"),
         (cfg.n_fewshot is None or cfg.n_fewshot >= 0, "n_fewshot", "must be at least 0, or null"),
     )
-    for holds, key, rule in rules:
-        if not holds:
-            raise ConfigError(f"{key}={getattr(cfg, key)}: {rule}")
+    check_values(cfg, rules)
     evaluate(cfg)
 
 

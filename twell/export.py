@@ -25,8 +25,8 @@ from data.loader import Batch, validation_batches
 from data.prepared import PreparedData
 from data.shards import TokenStream
 from data.tokenizer import Tokenizer
-from twell.arguments import parse_arguments, run_command
-from twell.config import Config, ConfigError
+from twell.arguments import check_values, parse_arguments, run_command
+from twell.config import Config
 from twell.errors import UserError
 from twell.evaluate import checkpoint_config, compute_densely, evaluation_data
 from twell.generate import device_named, load_run
@@ -144,9 +144,7 @@ def _check(cfg: ExportConfig) -> None:
         (cfg.prune >= 0, "prune", "must be a number of tokens, or 0"),
         (0 < cfg.max_shard_gb <= 1e6, "max_shard_gb", "must be above 0, and 1e6 at most"),
     )
-    for holds, key, rule in rules:
-        if not holds:
-            raise ConfigError(f"{key}={getattr(cfg, key)}: {rule}")
+    check_values(cfg, rules)
     for package in ("safetensors", "tokenizers"):
         if importlib.util.find_spec(package) is None:
             raise UserError(f"export needs {package}: pip install -e '.[export]'")

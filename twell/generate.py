@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from data.tokenizer import Tokenizer, load_tokenizer
 from twell import checkpoint
+from twell.arguments import check_values
 from twell.config import Config, ConfigError, explain, padded_vocab_size
 from twell.errors import UserError, first_line
 from twell.inference import Engine
@@ -185,9 +186,7 @@ def _check(cfg: GenerateConfig) -> None:
         (cfg.checkpoint in ("latest", "best") or cfg.checkpoint.isdecimal(), "checkpoint", "latest, best or a step"),
         (cfg.impl in ("auto", "triton", "torch"), "impl", "must be auto, triton or torch"),
     )
-    for holds, key, rule in rules:
-        if not holds:
-            raise ConfigError(f"{key}={getattr(cfg, key)}: {rule}")
+    check_values(cfg, rules)
     device_named(cfg.device)
     Sampling(cfg.temperature, cfg.top_k, cfg.top_p)
 

@@ -11,7 +11,7 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
-from twell.config import ConfigError
+from twell.arguments import check_values
 
 NOT_FINITE = -1  # in place of a token
 
@@ -35,9 +35,7 @@ class Sampling:
             (k is None or (isinstance(k, Integral) and k >= 1), "top_k", "must be a whole number from 1, or null"),
             (p is None or (isinstance(p, Real) and 0 < p <= 1), "top_p", "must be in (0, 1], or null"),
         )
-        for holds, key, rule in rules:
-            if not holds:
-                raise ConfigError(f"{key}={getattr(self, key)}: {rule}")
+        check_values(self, rules)
 
 
 GREEDY = Sampling(temperature=0.0, top_k=None, top_p=None)

@@ -23,8 +23,7 @@ import torch
 
 from twell.analyze.models import Subject, load_hf, load_ours
 from twell.analyze.stats import LayerStats, has_exact_zeros, verdict
-from twell.arguments import parse_arguments, run_command
-from twell.config import ConfigError
+from twell.arguments import check_values, parse_arguments, run_command
 from twell.errors import UserError
 from twell.sparsity import HOTTEST
 
@@ -130,9 +129,7 @@ def _check(cfg: AnalyzeConfig) -> None:
         (cfg.device in ("auto", "cpu", "cuda"), "device", "must be auto, cpu or cuda"),
         (cfg.device != "cuda" or torch.cuda.is_available(), "device", "torch sees no GPU; use auto or cpu"),
     )
-    for holds, key, rule in rules:
-        if not holds:
-            raise ConfigError(f"{key}={getattr(cfg, key)}: {rule}")
+    check_values(cfg, rules)
 
 
 if __name__ == "__main__":

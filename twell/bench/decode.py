@@ -20,9 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from twell.arguments import check_values
 from twell.bench import measure
 from twell.bench.step_measure import Call, joules_per_token, release
-from twell.bench.step_model import ModelOptions, Setup, check_values, selected
+from twell.bench.step_model import ModelOptions, Setup, selected
 from twell.bench.step_report import print_environment, print_table
 from twell.decoder import Decoder, step_ffn
 from twell.errors import UserError

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 
 from data.loader import Batch
+from twell.arguments import check_values
 from twell.bench.measure import synchronize
 from twell.bench.step_measure import Call, CompareOptions, compare, firing_by_layer, run_models
-from twell.bench.step_model import Setup, check_values, selected
+from twell.bench.step_model import Setup, selected
 from twell.errors import UserError
 from twell.forced import force_firing
 from twell.model import Transformer

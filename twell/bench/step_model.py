@@ -1,7 +1,7 @@
 """The models that `python -m twell.bench step`, `prefill` and `fit` run: one set of weights, several FFNs around it."""
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import Tensor
 from data.loader import Batch, validation_batches
 from data.prepare import prepare
 from twell import checkpoint, parallel
+from twell.arguments import check_values
 from twell.checks import CHOICES
 from twell.config import CONFIG_DIR, Config, padded_vocab_size, register
 from twell.errors import UserError
@@ -137,13 +138,6 @@ class Setup:
         }
 
 
-def check_values(options: object, rules: Iterable[tuple[bool, str, str]]) -> None:
-    """UserError for the first of the rules (does it hold?, name of the option, what it must be) that does not hold."""
-    for holds, key, rule in rules:
-        if not holds:
-            raise UserError(f"{key}={getattr(options, key)}: {rule}")
-
-
 def _check(options: ModelOptions, preset: str) -> None:
     """What can be said without knowing the model; of all presets asked for, since one comes after another."""
     presets = sorted(path.stem for path in (CONFIG_DIR / "model").glob("*.yaml"))
@@ -151,14 +145,17 @@ def _check(options: ModelOptions, preset: str) -> None:
         if name not in presets:
             raise UserError(f"model={name}: there is no such preset, but {', '.join(presets)}")
     choices = {"impl": "ffn.impl", "recompute": "recompute", "cuda_graph": "cuda_graph", "dtype": "dtype"}
-    check_values(
-        options,
-        [(getattr(options, k) in CHOICES[c], k, f"must be one of {', '.join(CHOICES[c])}") for k, c in choices.items()],
-    )
     sizes = ("micro", "seq", "layers")
-    check_values(options, [(getattr(options, k) >= 0, k, "must be at least 1, or 0 for the preset's") for k in sizes])
-    check_values(options, [(options.vocab >= 1, "vocab", "must be at least 1")])
-    check_values(options, [(options.spread >= 0, "spread", "must be at least 0")])
+    rules = [
+        *(
+            (getattr(options, k) in CHOICES[c], k, f"must be one of {', '.join(CHOICES[c])}")
+            for k, c in choices.items()
+        ),
+        *((getattr(options, k) >= 0, k, "must be at least 1, or 0 for the preset's") for k in sizes),
+        (options.vocab >= 1, "vocab", "must be at least 1"),
+        (options.spread >= 0, "spread", "must be at least 0"),
+    ]
+    check_values(options, rules)
 
 
 def selected(options: ModelOptions) -> list[str]:
