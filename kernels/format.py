@@ -7,7 +7,7 @@ and serves tests, tools and inspection, not the training step.
     TileBitmap    what the gate product can write from its epilogue at no cost: one occupancy word per 32 columns
     TwELL         tile-wise ELLPACK, the layout of arXiv 2603.23198: a tile's non-zeros packed beside their count
     PackedRows    per token a list of (neuron, value): what the row products read
-    NeuronTiles   per tile of 32 neurons the tokens that touch them and dense blocks: what the weight gradients read
+    NeuronTiles   per tile of TILE neurons the tokens that touch them and dense blocks: what the weight gradients read
 
 Every format converts to every other through `Entries`, the plain coordinate list:
 

@@ -133,7 +133,7 @@ def _host_time(contender: Callable[[int], object], batches: int, device: torch.d
 
 def _rest(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        synchronize(device)
         time.sleep(REST)
 
 
