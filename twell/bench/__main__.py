@@ -7,15 +7,16 @@
     decode     the same for one token after another, at several batch sizes
     fit        the largest micro-batch that fits this GPU
 
-`python -m twell.bench COMMAND help=true` lists the command's keys and their defaults.
+`python -m twell.bench COMMAND --help` lists the command's keys and their defaults.
 """
 
 import importlib
 import sys
 
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from twell.arguments import parse_arguments
+from twell.config import explain
 from twell.errors import UserError
 
 # name -> module with a dataclass `Options` and a function `run(options)`
@@ -34,20 +35,10 @@ def main(arguments: list[str]) -> int:
         print(__doc__.strip(), file=sys.stderr)
         return 2
     command = importlib.import_module(COMMANDS[arguments[0]])
-    defaults = OmegaConf.structured(command.Options)
-    overrides = OmegaConf.from_dotlist(arguments[1:])
-    if overrides.pop("help", False):
-        print(command.__doc__.strip(), "", OmegaConf.to_yaml(defaults), sep="\n")
-        return 0
     try:
-        options = OmegaConf.to_object(OmegaConf.merge(defaults, overrides))
-    except OmegaConfBaseException as e:
-        print(f"{str(e).splitlines()[0]} (help=true lists the keys of {arguments[0]})", file=sys.stderr)
-        return 2
-    try:
-        command.run(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        command.run(parse_arguments(arguments[1:], command.Options, command.__doc__.strip()))
+    except (UserError, OmegaConfBaseException) as error:
+        print(f"error: {explain(error)}", file=sys.stderr)
         return 2
     return 0
 
