@@ -19,7 +19,8 @@ def command(folder: Path, n_ranks: int, *jobs: str, launcher: tuple[str, ...] = 
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 def start_ranks(folder: Path, n_ranks: int, *jobs: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen:
