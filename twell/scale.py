@@ -11,7 +11,7 @@ What is added up, P being the parameters and n the GPUs that share one copy (byt
     fsdp     2 / n      12 / n                4 + 4 / n              2 gathered twice a micro-batch + 4 scattered
     with shard_gradients                      4 / n                  4 scattered a micro-batch
 
-fsdp holds two blocks' weights beside its share. On several nodes every node has a copy (parallel.shard_size), and each
+fsdp holds two units' weights beside its share. On several nodes every node has a copy (parallel.shard_size), and each
 GPU adds its share up with those of the other nodes over its own network card, as NCCL does for ddp, too. Communication
 runs beside computation: the gradients' beside the last backward pass (half of it can be counted on), the gathering of
 weights beside all. What does not fit there makes a step longer.
@@ -30,6 +30,7 @@ from twell.bench.step_model import ModelOptions, Setup
 from twell.bench.step_report import print_table
 from twell.errors import UserError
 from twell.model import Transformer
+from twell.sharded import units
 
 GB = 1e9
 NAMES = ("ddp", "zero1", "fsdp", "fsdp+")  # the simplest first; +: with parallel.shard_gradients
@@ -56,7 +57,7 @@ class Options:
 @dataclass(frozen=True)
 class Model:
     parameters: int
-    block: int  # parameters of one block
+    unit: int  # parameters that fsdp gathers at a time
     flops_per_token: int
     activations: float  # bytes of a micro-batch
 
@@ -83,7 +84,7 @@ def plan(model: Model, name: str, gpus: int, options: Options) -> Plan:
     mode, shard_gradients = name.removesuffix("+"), name.endswith("+")
     shard_size = min(gpus, options.per_node) if mode != "ddp" else 1
     p, n = model.parameters, shard_size
-    weights = 2 * p if mode != "fsdp" else 2 * p / n + 4 * model.block
+    weights = 2 * p if mode != "fsdp" else 2 * p / n + 4 * model.unit
     gradients = 4 * p if mode == "ddp" else 4 * p / n + (0 if shard_gradients else 4 * p)
     memory = weights + 12 * p / n + gradients + model.activations
 
@@ -112,9 +113,9 @@ def describe_model(preset: str, options: Options) -> Model:
     with torch.device("meta"):
         model = Transformer(shape, setup.cfg.ffn, setup.vocab_size, setup.n_vocab)
     per_token = shape.n_layers * (22 * shape.d_model + 6 * d_ff)
-    block = sum(p.numel() for p in model.blocks[0].parameters())
+    unit = sum(p.numel() for block in units(model.blocks)[0] for p in block.parameters())
     activations = options.activations * GB or per_token * options.micro_tokens
-    return Model(model.n_params, block, model.flops_per_token(), activations)
+    return Model(model.n_params, unit, model.flops_per_token(), activations)
 
 
 def best(plans: Sequence[Plan], options: Options) -> Plan | None:

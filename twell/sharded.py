@@ -1,18 +1,18 @@
 """Weights that are divided among ranks, by PyTorch's FSDP2 (fully_shard): zero1 and fsdp.
 
 Each rank holds a share of every parameter: some of its rows, in fp32. These shares are the masters, and the optimizer
-sees nothing else. A block's weights in the compute dtype are gathered before it runs, as ordinary tensors in their
-ordinary layout, so that kernels read them as they are.
+sees nothing else. The weights of a unit, one block or some small ones, are gathered in the compute dtype before it
+runs, as ordinary tensors in their ordinary layout, so that kernels read them as they are.
 
 zero1   they stay until the last backward pass of the step: one gathering and one scattering of gradients a step.
 fsdp    they are dropped after each use, and gathered again for backward.
 
-Gradients of micro-batches add up whole, in fp32, and only the last backward pass sums them over ranks, block by block
+Gradients of micro-batches add up whole, in fp32, and only the last backward pass sums them over ranks, unit by unit
 while it runs; with shard_gradients each pass does, and what adds up are the shares.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,10 @@ from twell.config import ParallelConfig
 from twell.model import Transformer
 from twell.parallel import Ranks
 from twell.weights import flat_views
+
+# The collectives of a unit cost the host about as much time as a small sparse block keeps the GPU busy. So a unit may
+# have this many parameters, but there are UNITS at least: what runs beside a unit's collectives are the others.
+UNIT_PARAMETERS, UNITS = 200_000_000, 4
 
 
 class ShardedWeights:
@@ -45,8 +49,8 @@ class ShardedWeights:
         # Inputs stay as they are: the rotary table is fp32 on purpose.
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
         model.hook_blocks()
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not self._keep)
+        for unit in units(model.blocks):
+            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=not self._keep)
         # What is left, embedding, head and norm, is used at both ends of a pass and stays in between.
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         for module in (*model.blocks, model):  # sums, not means: the step divides by the tokens that counted
@@ -100,6 +104,13 @@ class ShardedWeights:
             is_share = tensor.ndim > 0
             whole[key] = _like(parameter, tensor) if is_share else tensor
         return whole
+
+
+def units(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Equal blocks in their order, put together to what is gathered at a time."""
+    n_params = sum(parameter.numel() for parameter in blocks[0].parameters())
+    size = max(1, min(UNIT_PARAMETERS // n_params, -(-len(blocks) // UNITS)))
+    return [list(blocks[first : first + size]) for first in range(0, len(blocks), size)]
 
 
 def _mesh(ranks: Ranks, n_copies: int, shard_size: int) -> DeviceMesh:

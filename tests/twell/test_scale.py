@@ -4,7 +4,7 @@ import pytest
 
 from twell.scale import GB, Model, Options, best, describe_model, main, plan
 
-MODEL = Model(parameters=2_000_000_000, block=50_000_000, flops_per_token=12_000_000_000, activations=20 * GB)
+MODEL = Model(parameters=2_000_000_000, unit=200_000_000, flops_per_token=12_000_000_000, activations=20 * GB)
 OPTIONS = Options()
 
 
@@ -13,8 +13,8 @@ def test_memory_is_what_the_table_says():
     expected = {
         "ddp": 18 * p,
         "zero1": 2 * p + 12 * p / 8 + 4 * p + 4 * p / 8,
-        "fsdp": (2 + 12 + 4) * p / 8 + 4 * p + 4 * MODEL.block,
-        "fsdp+": (2 + 12 + 4) * p / 8 + 4 * MODEL.block,
+        "fsdp": (2 + 12 + 4) * p / 8 + 4 * p + 4 * MODEL.unit,
+        "fsdp+": (2 + 12 + 4) * p / 8 + 4 * MODEL.unit,
     }
     for name, size in expected.items():
         assert plan(MODEL, name, 8, OPTIONS).memory == pytest.approx(size + MODEL.activations), name
@@ -41,7 +41,7 @@ def test_the_simplest_of_what_fits_and_is_fastest_is_chosen():
 
 def test_presets_are_described_without_building_them(capsys):
     model = describe_model("8b", OPTIONS)
-    assert 7e9 < model.parameters < 8.5e9 and model.block < model.parameters / 32
+    assert 7e9 < model.parameters < 8.5e9 and model.unit < model.parameters / 32
     main(["model=8b", "gpus=[8,1024]"])
     out = capsys.readouterr().out
     assert "ASSUMED" in out and "1024 zero1" in out

@@ -6,10 +6,10 @@ import torch.distributed as dist
 from torch.testing import assert_close
 
 from tests.twell.small import batch, build
-from twell import parallel
+from twell import parallel, sharded
 from twell.config import ParallelConfig
 from twell.parallel import GradientSync, Ranks
-from twell.sharded import ShardedWeights, copy_rows, gathered, local_rows, with_share
+from twell.sharded import ShardedWeights, copy_rows, gathered, local_rows, units, with_share
 from twell.weights import Weights
 
 
@@ -22,8 +22,10 @@ def ranks(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["zero1", "fsdp"])
+@pytest.mark.parametrize("n_units", [1, 2, 3])  # of three blocks
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_shares_train_like_whole_weights(ranks: Ranks, mode, dtype):
+def test_shares_train_like_whole_weights(ranks: Ranks, monkeypatch, mode, n_units, dtype):
+    monkeypatch.setattr(sharded, "UNITS", n_units)
     plain, model = build(dtype=dtype), build(dtype=dtype)
     whole, shares = Weights(plain, dtype), ShardedWeights(model, dtype, ParallelConfig(mode), ranks)
     for weights, net in ((whole, plain), (shares, model)):
@@ -46,6 +48,15 @@ def test_shares_train_like_whole_weights(ranks: Ranks, mode, dtype):
                 master.mul_(0.5)
             weights.refresh()
     assert torch.equal(plain(*batch()).loss_sum, model(*batch()).loss_sum)
+
+
+def test_units_are_of_a_size_and_not_too_few(monkeypatch):
+    blocks = torch.nn.ModuleList(torch.nn.Linear(10, 10, bias=False) for _ in range(9))  # 100 parameters each
+    for most, sizes in ((1, [1] * 9), (250, [2, 2, 2, 2, 1]), (10**9, [3, 3, 3])):  # a quarter of nine: three
+        monkeypatch.setattr(sharded, "UNIT_PARAMETERS", most)
+        found = units(blocks)
+        assert [len(unit) for unit in found] == sizes
+        assert [block for unit in found for block in unit] == list(blocks)
 
 
 def test_weights_reach_the_ffn_as_plain_tensors_in_their_layout(ranks: Ranks):
