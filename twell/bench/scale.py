@@ -81,6 +81,8 @@ def rows_for(options: Options, available: int) -> list[Row]:
     for ranks in numbers:
         if ranks > 1:
             rows.append(Row("links", ranks))
+        if options.checkpoint and ranks == numbers[-1]:  # before what may be left out
+            rows.append(Row("checkpoint", ranks, models[0], options.variants.split(",")[-1], "ddp"))
         for model in models:
             large = is_large(model)
             if not large:
@@ -89,8 +91,6 @@ def rows_for(options: Options, available: int) -> list[Row]:
                 modes = ["fsdp"] * (ranks >= 2) + ["hsdp"] * (ranks >= 4)
             variants = options.variants.split(",")
             rows += [Row("train", ranks, model, variant, mode) for variant in variants for mode in modes]
-    if options.checkpoint:
-        rows.append(Row("checkpoint", numbers[-1], models[0], options.variants.split(",")[-1], "ddp"))
     return rows
 
 

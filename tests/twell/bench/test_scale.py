@@ -9,10 +9,12 @@ from twell.bench.scale_row import _union
 
 def test_rows_begin_with_few_ranks_and_divide_large_models_only():
     rows = rows_for(Options(), available=4)
-    assert [row.ranks for row in rows[:-1]] == sorted(row.ranks for row in rows[:-1])
+    assert [row.ranks for row in rows] == sorted(row.ranks for row in rows)
     assert {row.mode for row in rows if row.model == "1p5b" and row.ranks == 4} == {"ddp", "fsdp"}
     assert {(row.ranks, row.mode) for row in rows if row.model == "8b"} == {(2, "fsdp"), (4, "fsdp"), (4, "hsdp")}
-    assert rows[-1] == Row("checkpoint", 4, "1p5b", "sparse", "ddp")
+    of_four = [row for row in rows if row.ranks == 4]
+    assert of_four[:2] == [Row("links", 4), Row("checkpoint", 4, "1p5b", "sparse", "ddp")]
+    assert [row.kind for row in rows].count("checkpoint") == 1
     assert rows_for(Options(models="nano", variants="sparse", checkpoint=False), 1) == [
         Row("train", 1, "nano", "sparse", "ddp")
     ]
