@@ -49,10 +49,14 @@ class ShardedWeights:
         # Inputs stay as they are: the rotary table is fp32 on purpose.
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
         model.hook_blocks()
-        for unit in units(model.blocks):
-            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=not self._keep)
+        parts = units(model.blocks)
+        for part in parts:
+            fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=not self._keep)
         # What is left, embedding, head and norm, is used at both ends of a pass and stays in between.
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        # Each gathers the next one's weights before it runs, and not only when the host has come there.
+        for module, (following, *_) in zip((model, *(part[0] for part in parts)), parts):
+            module.set_modules_to_forward_prefetch([following])
         for module in (*model.blocks, model):  # sums, not means: the step divides by the tokens that counted
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
