@@ -3,6 +3,7 @@
     python -m twell.bench step model=1p5b nnz=30 out=results/step.json
     python -m twell.bench step model=1p5b,0p5b variants=relu_l1,sparse     several models in one process
     python -m twell.bench step run=runs/NAME                               real firing: a run's weights and text
+    python -m twell.bench step variants=sparse,sparse_uncounted            what it costs to measure the firing
     python -m twell.bench step model=nano layers=2 vocab=300 micro=2       a smoke test, on any machine
 
 A step is what train.py does in one: n_micro micro-batches forward and backward, gradients added up in fp32, clipping,
@@ -31,6 +32,7 @@ from twell.step import Step
 from twell.weights import Weights
 
 COUNTED = ("dense_relu", "sparse")  # variants whose firing is counted, as in training
+UNCOUNTED = "sparse_uncounted"  # sparse without the statistics of every micro-batch
 LEARNING = (
     3  # steps in which sparse layers learn how sparse they are, which neurons fire together, how much room it takes
 )
@@ -79,12 +81,13 @@ class Contender:
     """One variant; a call is one optimizer step."""
 
     def __init__(self, variant: str, training: Training, setup: Setup):
-        self.model, self.training = setup.twin(variant, training.model), training
+        kind = "sparse" if variant == UNCOUNTED else variant
+        self.model, self.training = setup.twin(kind, training.model), training
         if setup.compiled:
             self.model.compile_parts()
         self.routing = Routing(self.model, setup.device, setup.dtype)
         self.repeats, self.seconds = 0, 0.0
-        self._learns = variant == "sparse"
+        self._learns = kind == "sparse"
         shape = setup.cfg.model
         self._meter = SparsityMeter(shape.n_layers, setup.cfg.ffn.d_ff, shape.seq_len, setup.device)
         self._launched = self._make_step(variant, None)
@@ -144,7 +147,7 @@ class Contender:
 
 
 def run(options: Options) -> None:
-    variants = selected(options)
+    variants = selected(options, also=(UNCOUNTED,))
 
     def measure_model(setup: Setup, name: str) -> dict:
         training = Training(setup, options.n_micro)

@@ -158,12 +158,12 @@ def _check(options: ModelOptions, preset: str) -> None:
     check_values(options, rules)
 
 
-def selected(options: ModelOptions) -> list[str]:
-    """The variants asked for; UserError if one does not exist."""
+def selected(options: ModelOptions, also: Sequence[str] = ()) -> list[str]:
+    """The variants asked for, of all there are and `also`; UserError if one does not exist."""
     names = options.variants.split(",")
     for name in names:
-        if name not in VARIANTS:
-            raise UserError(f"variants={options.variants}: {name!r} is none of {', '.join(VARIANTS)}")
+        if name not in (*VARIANTS, *also):
+            raise UserError(f"variants={options.variants}: {name!r} is none of {', '.join((*VARIANTS, *also))}")
     return names
 
 

@@ -82,6 +82,7 @@ def test_several_models_and_fewer_variants(tmp_path):
             "variants=dense,sparse: 'dense' is none of dense_silu, dense_relu, relu_l1, sp",
         ),
         (["step", "run=runs/no-such"], "run=runs/no-such: no run there"),
+        (["prefill", "variants=sparse_uncounted"], "'sparse_uncounted' is none of"),
         (["prefill", "variants=relu_l1"], "without gradients, relu_l1 is dense_relu"),
         (["prefill", "rounds=-1"], "rounds=-1: must be at least 1, or 0"),
         (["prefill", "seconds=-1"], "seconds=-1.0: must be at least 0"),
@@ -152,6 +153,15 @@ def test_a_step_leaves_the_weights_and_repeats_on_overflow(dtype, monkeypatch):
     sizes = training.memory()
     assert sizes["masters"] == (0 if dtype == "fp32" else 2 * sizes["weights"])
     assert sizes["optimizer"] >= 2 * sizes["gradients"] - 4096
+
+
+def test_firing_is_counted_as_in_training_or_not_at_all():
+    made = setup()
+    training = Training(made, n_micro=1)
+    counted, uncounted = (Contender(name, training, made) for name in ("sparse", "sparse_uncounted"))
+    for contender in (counted, uncounted):
+        contender(0)
+    assert counted._meter.interval.fired.sum() > 0 and uncounted._meter.interval.fired.sum() == 0
 
 
 def test_a_run_brings_its_weights_and_text(tmp_path, capsys):
