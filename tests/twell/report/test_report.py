@@ -2,60 +2,18 @@ import json
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
-from pathlib import Path
 
 import numpy as np
 import pytest
-from omegaconf import OmegaConf
 
 import twell.report
-from tests.training import compose_config
+from tests.twell.report.making import found, write_run
 from twell.errors import UserError
 from twell.report import __main__ as report
 from twell.report.figures import DARK, LIGHT, spread, to_svg
 from twell.report.page import page
 from twell.report.plots import PLOTS
-from twell.report.runs import differing_keys, find_runs, load_runs, read_run, reference_run
-from twell.run import run_name
-
-L0 = [8.0, 0.0, 2.0]  # of three layers; the second never fires
-
-
-def write_run(folder: Path, *overrides: str, started: float = 1e9, records: int = 6, loss: float = 3.0) -> Path:
-    """A run's folder as training leaves it, without checkpoints: named as train.py would name it."""
-    cfg = compose_config(*overrides)
-    path = folder / run_name(cfg, overrides)
-    path.mkdir(parents=True)
-    OmegaConf.save(cfg, path / "config.yaml", resolve=True)
-    lines = []
-    for i in range(1, records + 1):
-        line = {"step": 10 * i, "tokens": 20480 * i, "time": started + i, "train/loss": loss + 2 / i, "train/lr": 1e-3}
-        line |= {"perf/tokens_per_second": 1000.0 + i, "perf/train_seconds": 20.0 * i, "perf/memory_gb": 0.5}
-        line |= {"perf/mfu": None, "train/l1_coef": cfg.ffn.l1.coef}
-        if cfg.ffn.kind != "dense_silu":
-            line |= {"sparsity/l0_mean": sum(L0) / 3, "sparsity/density": sum(L0) / 3 / cfg.ffn.d_ff}
-            line |= {"sparsity/l0_part/part_0": 4.0, "sparsity/l0_part/part_1": 3.0 + i}
-            line |= {"sparsity/dead_share": 0.1} | {f"sparsity/l0/layer_{k:02d}": l0 for k, l0 in enumerate(L0)}
-        lines.append(line)
-        if i % 2 == 0:  # a validation is a record of its own, which has no time in training
-            lines.append({"step": 10 * i, "tokens": 20480 * i, "time": started + i, "val/loss": loss + 1 / i})
-    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """A dense run, and a sweep of two sparse ones that lose less, in one folder."""
-    folder = tmp_path_factory.mktemp("runs")
-    sweep = ["ffn.l1.coef=0.001", "ffn.l1.coef=0.0003"]
-    write_run(folder, "ffn=dense_silu", started=1e9)
-    for i, override in enumerate(sweep, start=1):
-        write_run(folder, override, "optim.lr=0.004", started=1e9 + 1000 * i, loss=3 - 0.1 * i)
-    tasks = {
-        "hydra": {"overrides": {"task": ["ffn.l1.coef=1e-3,3e-4,5e-5", "optim.lr=4e-3"]}}
-    }  # the last has not started
-    OmegaConf.save(OmegaConf.create(tasks), folder / "multirun.yaml")
-    return folder
+from twell.report.runs import differing_keys, load_runs, reference_run
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +51,7 @@ def test_the_page_stands_alone_and_follows_the_color_scheme(written):
 
 
 def test_a_report_of_one_run(runs):
-    run = find_runs(str(runs))[1]
+    run = found(str(runs))[1]
     loaded = load_runs([str(run)])
     text = page(loaded, [])
     assert f"<h1>{run.name}</h1>" in text and "Settings that differ" not in text and "to same loss" not in text
@@ -109,46 +67,6 @@ def test_a_run_that_is_still_being_written(tmp_path, capsys):
     assert "still being written" in capsys.readouterr().out
     text = (tmp_path / "report" / "index.html").read_text()
     assert "still being written" in text and "10 <small>of 1,200</small>" in text and "Loss over tokens" in text
-
-
-def test_a_broken_line_is_skipped_and_said(tmp_path):
-    path = write_run(tmp_path, "name=broken")
-    lines = (path / "metrics.jsonl").read_text().splitlines()
-    lines[1:1] = ["\x00\x00", "[1, 2]", '{"step": 5}', '{"step": "5", "tokens": 1}', ""]
-    (path / "metrics.jsonl").write_text("\n".join(lines))  # the last line is whole, if without an end
-    run = read_run(path)
-    assert [row["step"] for row in run.rows] == [10, 20, 30, 40, 50, 60]
-    assert len(run.remarks) == 4 and "line 2 of" in run.remarks[0] and "line 5 of" in run.remarks[3]
-    assert page([run], []).count("is skipped</li>") == 4
-
-
-@pytest.mark.parametrize("content", [None, "a: [1\n", "- 1\n", "a: ${nowhere}\n"])
-def test_metrics_alone_are_enough(content, tmp_path):
-    path = write_run(tmp_path, "name=bare")
-    (path / "config.yaml").unlink()
-    if content is not None:
-        (path / "config.yaml").write_text(content)
-    run = load_runs([str(path)])[0]
-    assert len(run.remarks) == 1 and "config.yaml" in run.remarks[0]
-    assert run.d_ff == pytest.approx(512) and run.steps is None and run.label == "bare"
-    assert "<small>0.65%</small>" in page([run], [])  # active neurons, 10/3 of 512
-
-
-def test_records_may_lack_metrics(tmp_path):
-    path = tmp_path / "sparse"
-    path.mkdir()
-    records = [
-        {"step": 1, "tokens": 10, "train/loss": None, "sparsity/l0/layer_01": 3.0},
-        {"step": 2, "tokens": 20, "train/loss": 2.0, "val/sample": "text", "sparsity/l0/layer_00": None},
-    ]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    run = load_runs([str(path)])[0]
-    assert run.last("train/loss") == 2.0 and run.last("val/sample") is None and run.median("perf/step_ms") is None
-    tokens, l0 = run.table("sparsity/l0/layer_")
-    np.testing.assert_array_equal(tokens, [10])
-    np.testing.assert_array_equal(l0, [[np.nan], [3.0]])
-    figures = {plot.name: plot.draw([run], LIGHT) for plot in PLOTS}
-    assert figures["loss-tokens"] is not None and figures["loss-time"] is None
 
 
 def test_no_active_neuron_at_all(tmp_path):
@@ -171,42 +89,11 @@ def test_labels_stay_beside_the_axes(runs, tmp_path):
         (tmp_path / name).mkdir()
         line = {"step": 1, "tokens": 9, "sparsity/l0/layer_00": 3.0, **record}
         (tmp_path / name / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    loaded = load_runs([str(tmp_path), *map(str, find_runs(str(runs))[1:])])
+    loaded = load_runs([str(tmp_path), *map(str, found(str(runs))[1:])])
     axes = next(plot for plot in PLOTS if plot.name == "l0-layers").draw(loaded, LIGHT).axes[0]
     assert len(axes.texts) == 4
     for label in axes.texts:
         assert all(0 <= place <= 1 for place in label.xy) and 0 <= label.get_position()[1] <= 1
-
-
-def test_how_runs_are_named_on_the_command_line(runs, tmp_path, monkeypatch):
-    dense, first, second = find_runs(str(runs))  # in the order of their start, not of their names
-    assert [run.name for run in (dense, first, second)] == [
-        "nano-dense_silu-stdlib",
-        "nano-sparse-stdlib-ffn.l1.coef=0.001-optim.lr=0.004",
-        "nano-sparse-stdlib-ffn.l1.coef=0.0003-optim.lr=0.004",
-    ]  # fmt: skip
-    assert find_runs(str(runs / "multirun.yaml")) == [first, second]
-    assert find_runs(f"{runs}/nano-sparse-*") == [first, second]
-    assert [run.path for run in load_runs([str(second), str(runs)])] == [second, dense, first]  # each once
-    monkeypatch.chdir(tmp_path)
-    for argument in ("runs/none", "runs/*", str(tmp_path)):
-        with pytest.raises(UserError, match=re.escape(argument)):
-            load_runs([argument])
-    (tmp_path / "multirun.yaml").write_text("a: 1\n")
-    with pytest.raises(UserError, match="not a file that Hydra wrote"):
-        load_runs(["multirun.yaml"])
-    (tmp_path / "multirun.yaml").write_text("hydra: {overrides: {task: [seed=1]}}\n")
-    with pytest.raises(UserError, match="none of its 1 runs has started"):
-        load_runs(["multirun.yaml"])
-
-
-def test_runs_without_a_record(runs, tmp_path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "metrics.jsonl").touch()
-    with pytest.raises(UserError, match="no record yet"):
-        load_runs([str(tmp_path / "empty")])
-    loaded = load_runs([str(tmp_path / "empty"), str(runs)])
-    assert len(loaded) == 3 and any("empty is left out" in remark for remark in loaded[0].remarks)
 
 
 def test_labels_say_what_sets_runs_apart(tmp_path):
