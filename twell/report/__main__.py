@@ -40,7 +40,7 @@ def write_report(runs: Sequence[Run], out: Path) -> Path:
             theme.save_png(light, out / f"{plot.name}.png")
             theme.save_png(plot.draw(runs, theme.DARK), out / f"{plot.name}-dark.png")
         path = out / "index.html"
-        path.write_text(page.page(runs, figures), encoding="utf-8")
+        path.write_text(page.page(runs, figures), encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise UserError(f"out={out}: cannot be written ({error.strerror}); choose another folder") from error
     return path

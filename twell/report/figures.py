@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +45,7 @@ DARK = Theme(
 DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.5)))  # the next round of colours
 HEIGHT, WIDTH = 3.5, 6.4  # inches
 LINE_HEIGHT = 0.15  # inches, of a label
+LABEL_POINTS = 11  # height of a label in points
 CHARACTER = 0.073  # inches, generously
 
 
@@ -99,6 +100,7 @@ def label_ends(axes: Axes, ends: list[tuple[float, float, str, str]], runs: Sequ
             textcoords="axes fraction",
             color=colour,
             fontsize=9,
+            parse_math=False,
             va="center",
             arrowprops={
                 "arrowstyle": "-",
@@ -112,38 +114,45 @@ def label_ends(axes: Axes, ends: list[tuple[float, float, str, str]], runs: Sequ
 
 
 def label_points(axes: Axes, points: list[tuple[float, float, str, str]]) -> None:
-    """Write labels (x, y, text, colour) beside points: right, left, above or below, where they cover nothing."""
+    """Write labels (x, y, text, colour) beside points, where they cover nothing: near, or else further off and with a
+    line to the point."""
     point = axes.figure.dpi / 72  # pixels
-    height, gap = 11 * point, 7 * point
     places = [axes.transData.transform((x, y)) for x, y, _, _ in points]
-    taken = [(x - gap, y - gap, x + gap, y + gap) for x, y in places]  # left, bottom, right, top
+    taken = [(x - 6 * point, y - 6 * point, x + 6 * point, y + 6 * point) for x, y in places]  # left, low, right, high
+    right_end = axes.bbox.x1 if axes.texts else axes.figure.bbox.x1  # beside the axes others may be written
     for (x, y), (at_x, at_y, text, colour) in zip(places, points):
-        width = CHARACTER * len(text) * axes.figure.dpi
-        sides = {  # the box's left and bottom; the direction; horizontal and vertical alignment
-            "right": (x + gap, y - height / 2, (1, 0), "left", "center"),
-            "left": (x - gap - width, y - height / 2, (-1, 0), "right", "center"),
-            "above": (x - width / 2, y + gap, (0, 1), "center", "bottom"),
-            "below": (x - width / 2, y - gap - height, (0, -1), "center", "top"),
-        }
-        boxes = {side: (left, low, left + width, low + height) for side, (left, low, *_) in sides.items()}
-        free = (
-            side
-            for side, box in boxes.items()
-            if box[0] > axes.bbox.x0 and not any(_overlap(box, other) for other in taken)
-        )
-        side = next(free, "right")
-        taken.append(boxes[side])
-        _, _, direction, horizontal, vertical = sides[side]
+        half = (CHARACTER * len(text) * axes.figure.dpi / 2, LABEL_POINTS * point / 2)
+        for offset in _offsets(half[0] / point):  # of the label's centre, in points
+            centre = (x + offset[0] * point, y + offset[1] * point)
+            box = (centre[0] - half[0], centre[1] - half[1], centre[0] + half[0], centre[1] + half[1])
+            inside = axes.bbox.x0 < box[0] and box[2] < right_end and axes.bbox.y0 < box[1] and box[3] < axes.bbox.y1
+            if inside and not any(_overlap(box, other) for other in taken):
+                break
+        taken.append(box)
+        far = abs(offset[1]) > LABEL_POINTS + 3
         axes.annotate(
             text,
             (at_x, at_y),
-            (7 * direction[0], 7 * direction[1]),
+            offset,
             textcoords="offset points",
             color=colour,
             fontsize=9,
-            ha=horizontal,
-            va=vertical,
+            parse_math=False,
+            ha="center",
+            va="center",
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkB": 4} if far else None,
         )
+
+
+def _offsets(half_width: float) -> Iterator[tuple[float, float]]:
+    """Where the centre of a label that is 2 half_width points wide may lie, in points from its point: best first."""
+    beside = half_width + 7
+    for row in range(12):
+        for height in (row * LABEL_POINTS, -row * LABEL_POINTS):
+            yield beside, height
+            yield -beside, height
+        yield 0, (row + 1) * LABEL_POINTS + 2
+        yield 0, -(row + 1) * LABEL_POINTS - 2
 
 
 def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> bool:

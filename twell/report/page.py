@@ -5,6 +5,7 @@ from html import escape
 
 from twell.report.figures import DARK, LIGHT, css_variables
 from twell.report.plots import Plot
+from twell.report.records import printable
 from twell.report.runs import Run, differing_keys, reference_run, show
 from twell.tracking import format_seconds
 
@@ -50,7 +51,7 @@ def page(runs: Sequence[Run], figures: Sequence[tuple[Plot, str]]) -> str:
         name: " ".join(f"{variable}: {colour};" for variable, colour in css_variables(theme).items())
         for name, theme in (("light", LIGHT), ("dark", DARK))
     }
-    title = runs[0].path.name if len(runs) == 1 else f"{len(runs)} runs"
+    title = printable(runs[0].path.name) if len(runs) == 1 else f"{len(runs)} runs"
     remarks = "".join(f"<li>{escape(remark)}</li>" for run in runs for remark in run.remarks)
     differences = _differences(runs)
     parts = [

@@ -128,7 +128,7 @@ def _heatmap(
     for layer, route in enumerate(routes):
         axes.plot(routed_at, np.where(route == 1, layer, np.nan), color="white", linewidth=1.2)
     axes.set_xlim(edges[0], edges[-1])
-    axes.set_title(run.label, color=theme.ink, fontsize=10, loc="left")
+    axes.set_title(run.label, color=theme.ink, fontsize=10, loc="left", parse_math=False)
     axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))

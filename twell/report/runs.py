@@ -13,9 +13,11 @@ import numpy as np
 from twell.errors import UserError
 from twell.report.find import find_runs
 from twell.report.records import CONFIG_FILE, METRICS_FILE, Row, printable, read_config, read_metrics
+from twell.run import LONGEST_NAME
 
 GROUP_KEYS = ("model.name", "ffn.kind", "data.name", "optim.kind")
 LONGEST_LABEL = 36  # characters
+HASH = re.compile(r"-[0-9a-f]{8}$")
 # Keys that make no other experiment: they are no difference worth showing.
 NOT_COMPARED = (
     "name",
@@ -171,14 +173,33 @@ def label_runs(runs: Sequence[Run]) -> None:
         parts = [str(run.config.get(key)) for key in keys]
         parts += [f"{key.rpartition('.')[2]} {show(run.config.get(key))}" for key in differing_keys(peers)]
         chosen = not run.config or run.config.get("name") is not None
-        labels.append(run.path.name if chosen or not parts else " ".join(parts))
-    names = [label if labels.count(label) == 1 else run.path.name for run, label in zip(runs, labels)]
-    for run, name in zip(runs, names):
-        if names.count(name) > 1:  # two folders of one name
-            name = f"{run.path.parent.name}/{name}"
-        if len(name) > LONGEST_LABEL:  # the end of an automatic name is what tells it from others
-            name = f"{name[: LONGEST_LABEL // 2]}…{name[-LONGEST_LABEL // 2 :]}"
-        run.label = name
+        parts = parts or [str(run.config[key]) for key in GROUP_KEYS if key in run.config]
+        labels.append(_folder_name(run) if chosen or not parts else " ".join(parts))
+    folders = [_folder_name(run) for run in runs]
+    labels = _replace_twins(labels, folders)
+    labels = _replace_twins(labels, [f"{run.path.parent.name}/{folder}" for run, folder in zip(runs, folders)])
+    labels = [_shorten(printable(label)) for label in labels]
+    labels = _replace_twins(labels, [f"{label} ({i})" for i, label in enumerate(labels, start=1)])
+    for run, label in zip(runs, labels):
+        run.label = label
+
+
+def _folder_name(run: Run) -> str:
+    """A run's name, without the hash at the end of a long automatic one."""
+    return HASH.sub("", run.path.name) if len(run.path.name) > LONGEST_NAME else run.path.name
+
+
+def _replace_twins(labels: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Each label that is not the only one of its kind gives way to the other one."""
+    return [label if labels.count(label) == 1 else other for label, other in zip(labels, others)]
+
+
+def _shorten(label: str) -> str:
+    """At most LONGEST_LABEL characters: the end tells it from others, too."""
+    if len(label) <= LONGEST_LABEL:
+        return label
+    half = LONGEST_LABEL // 2
+    return f"{label[: half - 1].rstrip()}…{label[-half:].lstrip()}"
 
 
 def show(value: Any) -> str:

@@ -5,9 +5,10 @@ import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
+from matplotlib.text import Text
 
 import twell.report
-from tests.twell.report.making import found, write_run
+from tests.twell.report.making import append, found, write_run
 from twell.errors import UserError
 from twell.report import __main__ as report
 from twell.report.figures import DARK, LIGHT, spread, to_svg
@@ -101,9 +102,35 @@ def test_labels_say_what_sets_runs_apart(tmp_path):
     long = write_run(tmp_path, "seed=3", *(f"optim.betas=[0.9,0.{i}5]" for i in [9]), "name=" + 40 * "x" + "-end")
     labels = [run.label for run in load_runs([str(path) for path in [*paths, long]])]
     assert labels[:4] == ["adamw seed 1", "adamw seed 2", "muon", "mine"]
-    assert len(labels[4]) == 37 and labels[4].endswith("x-end")
+    assert len(labels[4]) == 36 and labels[4].endswith("x-end")
     twins = [write_run(tmp_path / folder, "name=twin") for folder in ("a", "b")]
     assert [run.label for run in load_runs([str(twin) for twin in twins])] == ["a/twin", "b/twin"]
+
+
+def test_labels_of_long_automatic_names(tmp_path):
+    """A hash tells nobody anything."""
+    overrides = [f"optim.betas=[0.9,0.{digit * 30}]" for digit in "98"]
+    paths = [write_run(tmp_path / folder, "optim.eps=1e-8", overrides[0], "model.n_layers=2") for folder in "ab"]
+    assert len(paths[0].name) > 100
+    assert load_runs([str(paths[0])])[0].label == "nano sparse stdlib adamw"
+    labels = [run.label for run in load_runs([str(path) for path in paths])]
+    assert [label[:16] for label in labels] == ["a/nano-sparse-st", "b/nano-sparse-st"]
+    assert not any(label[-8:] in path.name[-8:] for label, path in zip(labels, paths))
+
+
+def test_names_are_no_formulas(tmp_path):
+    """matplotlib would take what two dollars enclose as one, and refuse it."""
+    paths = [write_run(tmp_path, f"name='{name}'") for name in ("$a_{$", "$x^$ y")]
+    loaded = load_runs([str(path) for path in paths])
+    for plot in PLOTS:
+        figure = plot.draw(loaded, LIGHT)
+        assert figure is None or "$a_{$" in to_svg(figure, plot.name)
+
+
+def test_a_name_that_no_font_and_no_encoding_knows(tmp_path):
+    path = write_run(tmp_path, "name=x").rename(tmp_path / "a\n\x01\udcff")
+    report.main([str(path), f"out={tmp_path}/report"])
+    assert "<h1>a\N{REPLACEMENT CHARACTER}" in (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
 
 
 def test_differences_and_reference(runs):
@@ -160,6 +187,23 @@ def test_labels_move_apart():
     np.testing.assert_allclose(spread([0.99, 1.0], 0.1), [0.9, 1.0])
     moved = spread([0.2, 0.21, 0.33, 0.0, 0.9], 0.1)
     assert np.diff(np.sort(moved)).min() >= 0.1 - 1e-9 and np.argsort(moved).tolist() == [3, 0, 1, 2, 4]
+
+
+def test_labels_of_close_points_do_not_meet(tmp_path):
+    """Nor leave the axes: five runs that end alike, one far away, and a dense one, whose label is beside the axes."""
+    runs = load_runs([str(write_run(tmp_path, "name=dense", "ffn=dense_silu", loss=3.2))])
+    for i in range(6):
+        path = write_run(tmp_path, f"name=some-long-name-{i}", loss=3.1 + 1e-3 * i)
+        append(path, {"step": 60, "tokens": 122880, "sparsity/l0_mean": 10 + 0.02 * i if i else 90})
+        runs += load_runs([str(path)])
+    figure = next(plot for plot in PLOTS if plot.name == "pareto").draw(runs, LIGHT)
+    figure.draw_without_rendering()  # puts the labels where they belong
+    (axes,) = figure.axes
+    boxes = [Text.get_window_extent(text).padded(-1) for text in axes.texts]  # without the lines to the points
+    assert len(boxes) == 7
+    for i, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[:i])
+        assert i == 0 or (axes.bbox.y0 < box.y0 and box.y1 < axes.bbox.y1 and axes.bbox.x0 < box.x0)
 
 
 def test_mistakes_are_told(runs, tmp_path, monkeypatch, capsys):
