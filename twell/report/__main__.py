@@ -8,8 +8,9 @@
     python -m twell.report 'runs/nano-sparse-*'   # those that match
 
 Writes OUT/index.html, one file that needs nothing else, and each plot as PNG for light and for dark pages. Runs are
-compared with the first dense one among them, or else with the first. A run that is still being written is read as far
-as it has come. Needs matplotlib: pip install -e '.[report]'.
+compared with the first dense ReLU one among them, else the first dense one, else the first. A run that is still being
+written is read as far as it has come; what cannot be is left out, and said. Needs matplotlib:
+pip install -e '.[report]'.
 """
 
 from collections.abc import Sequence
@@ -58,6 +59,8 @@ def main(arguments: Sequence[str]) -> None:
             names.append(argument)
     if not names:
         raise UserError("name at least one run, e.g. python -m twell.report runs/NAME")
+    if not out:
+        raise UserError("out=: name a folder for the page, e.g. out=report")
     runs = load_runs(names)
     for run in runs:
         for remark in run.remarks:

@@ -38,6 +38,7 @@ svg { width: 100%%; height: auto; display: block; font-family: system-ui, sans-s
 section:not(.wide) svg { max-width: 44rem; }
 """
 TOKENS_SHOWN = 10
+SPACE = "\N{OPEN BOX}"
 LINES = ("solid", "dashed", "dotted")  # as DASHES in figures.py
 
 
@@ -105,7 +106,8 @@ def _results(runs: Sequence[Run]) -> str:
     note = ""
     if len(runs) > 1:
         name = escape(reference.label)
-        note = f"Small numbers compare with {name}. To same loss: the time to the last validation loss of {name}. "
+        note = f"Small numbers beside validation loss and tokens/s compare with {name}. "
+        note += f"To same loss: the time to the last validation loss of {name}. "
     note += "Speed is the median over the records, memory the peak so far"
     note += ", FLOPs those executed over a dense model's." if "FLOPs" in columns else "."
     return _table(columns, rows) + f'<p class="quiet">{note}</p>'
@@ -136,7 +138,7 @@ def _tokens(runs: Sequence[Run]) -> str:
         tables = []
         for name in ("most", "fewest"):
             rows = run.last_rows(f"sparsity/tokens_{name}")[:TOKENS_SHOWN]
-            cells = [[f"<code>{escape(repr(text)[1:-1])}</code>", f"{l0:.1f}", f"{seen:,}"] for text, l0, seen in rows]
+            cells = [[f"<code>{_token(text)}</code>", f"{l0:.1f}", f"{seen:,}"] for text, l0, seen in rows]
             tables.append(_table([f"{name} active", "neurons", "times seen"], cells))
         if run.last_rows("sparsity/tokens_most"):
             opened = " open" if len(runs) == 1 else ""
@@ -144,8 +146,16 @@ def _tokens(runs: Sequence[Run]) -> str:
                 f'<details{opened}><summary>{_name(i, run)}</summary><div class="pair">{"".join(tables)}</div>'
             )
             parts.append("</details>")
-    note = '<p class="quiet">Active neurons on such a token, mean over layers and over the validation text.</p>'
+    note = (
+        '<p class="quiet">Active neurons on such a token, mean over layers and over the validation text. '
+        f"{SPACE} is a space.</p>"
+    )
     return f"<section><h2>Tokens</h2>{''.join(parts)}{note}</section>" if parts else ""
+
+
+def _token(text: str) -> str:
+    """A token's text, so that all of it is seen."""
+    return escape(repr(text)[1:-1].replace(" ", SPACE))
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

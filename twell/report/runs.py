@@ -109,10 +109,6 @@ class Run:
         batch, tokens = self.config.get("batch.tokens"), self.config.get("tokens")
         return math.ceil(tokens / batch) if tokens and batch else self.config.get("steps")
 
-    @property
-    def is_dense(self) -> bool:
-        return str(self.config.get("ffn.kind", "")).startswith("dense")
-
     @cached_property
     def d_ff(self) -> float | None:
         """Hidden width, from the config or else from the metrics."""
@@ -212,6 +208,8 @@ def show(value: Any) -> str:
 
 
 def reference_run(runs: Iterable[Run]) -> Run:
-    """What the others are compared with: the first dense run, or the first of all."""
+    """What the others are compared with: the first run with a dense ReLU FFN, which is what an L1 penalty
+    starts from; else the first with dense SiLU, or the first of all."""
     runs = list(runs)
-    return next((run for run in runs if run.is_dense), runs[0])
+    kinds = [run.config.get("ffn.kind") for run in runs]
+    return next((runs[kinds.index(kind)] for kind in ("dense_relu", "dense_silu") if kind in kinds), runs[0])

@@ -140,6 +140,13 @@ def test_differences_and_reference(runs):
     assert reference_run(loaded[1:]) is loaded[1]
 
 
+def test_dense_relu_is_the_first_choice_of_a_reference(tmp_path):
+    kinds = ["sparse", "dense_silu", "dense_relu"]
+    runs = load_runs([str(write_run(tmp_path, f"ffn={kind}", f"name={kind}")) for kind in kinds])
+    assert [reference_run(runs[:n]).label for n in (1, 2, 3)] == kinds
+    assert "Small numbers beside validation loss and tokens/s compare with dense_relu." in page(runs, [])
+
+
 def test_time_is_interpolated(runs):
     run = load_runs([str(runs)])[0]  # validation losses 3.5, 3.25, 3.1667 after 40, 80, 120 seconds
     seconds, losses = run.series("val/loss", "perf/train_seconds")
@@ -158,14 +165,14 @@ def test_profiles_are_means_of_the_end(tmp_path):
 
 def test_tokens_routes_and_flops(tmp_path):
     path = write_run(tmp_path, "name=full")
-    table = {"columns": ["token", "active neurons", "times seen"], "rows": [["<a>\n", 99.5, 1200]] * 11}
+    table = {"columns": ["token", "active neurons", "times seen"], "rows": [[" <a>\n", 99.5, 1200]] * 11}
     record = {"step": 60, "tokens": 122880, "sparsity/tokens_most": table, "sparsity/tokens_fewest": {"rows": []}}
     record |= {"perf/executed_flops": 0.625, "sparsity/route/layer_00": 0, "sparsity/route/layer_01": 1}
     with open(path / "metrics.jsonl", "a") as file:
         file.write(json.dumps(record))
     runs = load_runs([str(path)])
     text = page(runs, [])
-    row = "<td><code>&lt;a&gt;\\n</code></td><td>99.5</td><td>1,200</td>"
+    row = "<td><code>␣&lt;a&gt;\\n</code></td><td>99.5</td><td>1,200</td>"
     assert text.count(row) == 10 and "<td>62%</td>" in text and "<details open>" in text
     heatmap = next(plot for plot in PLOTS if plot.name == "heatmap").draw(runs, LIGHT)
     assert [line.get_ydata().tolist() for line in heatmap.axes[0].lines][1] == [1]
@@ -209,6 +216,8 @@ def test_labels_of_close_points_do_not_meet(tmp_path):
 def test_mistakes_are_told(runs, tmp_path, monkeypatch, capsys):
     with pytest.raises(UserError, match="at least one run"):
         report.main(["out=x"])
+    with pytest.raises(UserError, match="out=: name a folder"):
+        report.main([str(runs), "out="])
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"out=.*file: cannot be written"):
         report.main([str(runs), f"out={tmp_path}/file"])
