@@ -123,7 +123,7 @@ def train(cfg: Config, closing: ExitStack) -> None:
         force_firing(model, cfg.forced_nnz, sample.to(ranks.device), masters=weights.masters)
 
     # ---- Sparsity: the penalty's coefficients, what is counted, and the dead neurons.
-    penalty = L1Control(cfg, ranks.device)
+    penalty = L1Control(cfg, ranks.device, horizon_steps=horizon * per_unit // cfg.batch.tokens)
     meter = SparsityMeter(cfg.model.n_layers, cfg.ffn.d_ff, cfg.model.seq_len, ranks.device)
     neurons = DeadNeurons(cfg.ffn.dead, cfg.model.n_layers, cfg.ffn.d_ff, ranks.device)
     has_zeros = cfg.ffn.kind != "dense_silu"
@@ -228,7 +228,7 @@ def train(cfg: Config, closing: ExitStack) -> None:
                     neurons.check(saved, parallel.max_over_ranks, seed=cfg.seed, step=at.step)
                     weights.refresh()
                 if penalty.controlled:
-                    penalty.observe(parallel.sum_over_ranks(meter.step.l0_sum()), n_counted, lr_share)
+                    penalty.observe(parallel.sum_over_ranks(meter.step.l0_sum()), n_counted)
                 meter.accept()
         at.step += 1
         at.tokens += cfg.batch.tokens

@@ -54,6 +54,9 @@ def subprocess_environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
+EVERY_METRIC = ("ffn.l1.layer_weights=[1,2]", "ffn.l1.target_l0=20")
+
+
 def expected_metrics() -> set[str]:
     """Every documented key, for the two layers of a tiny model."""
     whole = {key for key in METRICS if "{i}" not in key}
@@ -62,9 +65,7 @@ def expected_metrics() -> set[str]:
 
 
 def test_a_run_learns_and_leaves_every_documented_metric(tmp_path):
-    records = train_tiny(
-        tmp_path, "name=a", "steps=30", "optim.lr=1e-2", "eval.interval=10", "ffn.l1.layer_weights=[1,2]"
-    )
+    records = train_tiny(tmp_path, "name=a", "steps=30", "optim.lr=1e-2", "eval.interval=10", *EVERY_METRIC)
     curve = losses(records)
     assert list(curve) == list(range(1, 31)) and curve[30] < 0.7 * curve[1]
     logged = {key for record in records for key in record}
@@ -247,7 +248,7 @@ def test_the_run_folder_does_not_depend_on_hydra_changing_directories(tmp_path, 
 
 @pytest.mark.slow
 def test_the_offline_wandb_run_holds_every_documented_metric(tmp_path):
-    train_tiny(tmp_path, "name=a", "ffn.l1.layer_weights=[1,2]", "steps=3", "wandb.mode=offline", "wandb.tags=[mine]")
+    train_tiny(tmp_path, "name=a", *EVERY_METRIC, "steps=3", "wandb.mode=offline", "wandb.tags=[mine]")
     (log,) = (tmp_path / "runs" / "a" / "wandb").glob("offline-run-*/run-*.wandb")
     inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(log)]
     records = [json.loads(line) for line in subprocess.check_output(inspect, text=True).splitlines()]

@@ -64,8 +64,9 @@ class L1Config:
     # Mean number of active neurons per token that a controller reaches and holds (twell/control.py); null = fixed coef
     target_l0: float | None = None
     per_layer: bool = False  # true = each layer is held at target_l0 by a coefficient of its own, false = their mean
-    response_steps: int = 100  # steps (at the peak learning rate) in which the controller makes good for an error
-    range: float = 100.0  # the controller stays between coef / range and coef * range
+    # Steps in which the controller makes good for an error; null = a tenth of the schedule's length, at most 100
+    response_steps: int | None = None
+    range: float = 1000.0  # the controller stays between coef / range and coef * range
 
 
 @dataclass

@@ -11,9 +11,18 @@ with slope y', will end at y + T y' if c stays. The controller compares this end
     d(log c)/dt = clamp(GAIN (y + T y' - log target), -1, 1) / T
 
 While L0 still falls from half of all neurons to a few, it waits; near the target it closes the error at rate GAIN / T.
-T is ffn.l1.response_steps. If the model is as slow as that, or faster, L0 comes down to the target without passing it;
-a model three times as slow passes it by a quarter before it returns. Time counts in steps at the peak learning rate: a
-step at a tenth of it moves the weights, and the clock, a tenth as far. The bounds are coef / range and coef * range.
+T is ffn.l1.response_steps: by default a tenth of the schedule, and at most LONGEST_RESPONSE. A model as slow as that, or
+faster, comes down to the target; one three times as slow passes it by a quarter before it returns.
+
+Time t counts steps. Those of the learning rate's warm-up count as the share of the peak that they are trained with, for
+they move the weights that much less. Those of its decay count fully: L0 falls in them because updates become less
+noisy, and that ends with the decay. Reckoned in the little that the weights still move, the fall would look as if it
+went on, and the controller would wait for it; nor would it have the time left to reach the target. The model answers
+more slowly then, by 1 / (share of the peak), and the loop is less damped, but stable at any slowness: y' sees the
+answer coming.
+
+The coefficient stays between coef / range and coef * range, and never jumps: the controller's state is the coefficient
+itself, so that a run resumed with another coef or range moves on from where it was.
 
 All of it is arithmetic on device tensors, from statistics summed over ranks: no step waits for it, and every rank
 computes the same coefficient.
@@ -27,6 +36,7 @@ from torch import Tensor
 from twell.config import Config
 
 GAIN = 2.0
+LONGEST_RESPONSE, RESPONSES = 100, 10  # steps, and how many responses a shorter run holds
 SMOOTHING = 0.2  # of T: over how long L0 is averaged
 FLOOR = 0.05  # of the target: less is taken for this, so that a collapse does not dominate the average for long
 
@@ -36,6 +46,12 @@ def ramp(step: int, start: int, length: int) -> float:
     if step < start:
         return 0.0
     return (step - start) / length if step < start + length else 1.0
+
+
+def lr_warmup_steps(cfg: Config) -> int:
+    """Optimizer steps in which the learning rate rises."""
+    lr = cfg.optim.schedule
+    return lr.warmup if lr.unit == "steps" else -(-lr.warmup // cfg.batch.tokens)
 
 
 def schedule(cfg: Config, step: int) -> float:
@@ -48,8 +64,7 @@ def schedule(cfg: Config, step: int) -> float:
     l1 = cfg.ffn.l1
     share = ramp(step, l1.start_step, l1.warmup_steps)
     if cfg.ffn.dead.remedy == "warmup":
-        lr = cfg.optim.schedule
-        steps = lr.warmup if lr.unit == "steps" else -(-lr.warmup // cfg.batch.tokens)
+        steps = lr_warmup_steps(cfg)
         share = min(share, ramp(step, steps, steps))
     if l1.decay_step is not None:
         share *= 1 + (l1.decay_to - 1) * ramp(step, l1.decay_step, l1.decay_steps)
@@ -63,15 +78,18 @@ class L1Control:
                            tensor for the whole run, changed in place.
     """
 
-    def __init__(self, cfg: Config, device: torch.device | str):
+    def __init__(self, cfg: Config, device: torch.device | str, horizon_steps: int):
+        """horizon_steps: where the learning rate's schedule ends, by which the controller's own pace is set."""
         self.cfg, self.l1 = cfg, cfg.ffn.l1
         n_layers = cfg.model.n_layers
         self._width = n_layers * (cfg.ffn.d_ff if self.l1.norm == "mean" else 1)
+        self._response = self.l1.response_steps or max(1, min(LONGEST_RESPONSE, horizon_steps // RESPONSES))
         self._share = 0.0  # the schedule at the current step
+        self._pace = 0.0  # what the current step counts as
         options = {"dtype": torch.float64, "device": device}
-        layer_weights = list(self.l1.layer_weights) or [1.0] * n_layers
-        self._base = self.l1.coef * torch.tensor(layer_weights, **options)  # [layers]
-        self._correction = torch.zeros(n_layers, **options)  # the controller's, a logarithm
+        # Fixed factors of the layers, and the coefficient that the controller moves: a logarithm, NaN before it acts.
+        self._factors = torch.tensor(list(self.l1.layer_weights) or [1.0] * n_layers, **options)  # [layers]
+        self._log_coef = torch.full((n_layers,), math.nan, **options)
         self._log_l0 = torch.full((n_layers,), math.nan, **options)  # smoothed; NaN before the first step
         self._current = torch.zeros(n_layers, **options)  # coefficients of the current step
         self.weight = torch.zeros(n_layers, dtype=torch.float32, device=device)
@@ -87,44 +105,53 @@ class L1Control:
         if share == self._share and not self.controlled:
             return
         self._share = share
-        self._current = self._base * self._share
-        if self.controlled:
-            self._current *= self._correction.exp()
+        self._pace = ramp(step + 1, 0, lr_warmup_steps(self.cfg))
+        coef = self._log_live().exp() if self.controlled else self.l1.coef
+        self._current = self._factors * coef * share
         self.weight.copy_(self._current / self._width)
 
+    def _log_live(self) -> Tensor:
+        """Logarithm of what the controller has arrived at, float64 [layers], from `coef` on."""
+        log_coef = self._log_coef.nan_to_num(math.log(self.l1.coef))
+        return log_coef if self.l1.per_layer else log_coef.mean().expand_as(log_coef)
+
     @torch.no_grad()
-    def observe(self, l0_sum: Tensor, n_counted: Tensor, pace: float) -> None:
-        """Let the controller see a step.
+    def observe(self, l0_sum: Tensor, n_counted: Tensor) -> None:
+        """Let the controller see the step that `set_step` announced.
 
         Args:
             l0_sum: int64 [layers], firings in the step, over all ranks.
             n_counted: scalar, counted tokens of the step, over all ranks.
-            pace: the step's learning rate as a share of its peak.
         """
         l1 = self.l1
-        target = math.log(l1.target_l0)
         l0 = l0_sum / n_counted.double()  # [layers]
         if not l1.per_layer:
             l0 = l0.mean().expand_as(l0)
         log_l0 = l0.clamp(min=FLOOR * l1.target_l0).log()
         smoothed = torch.where(self._log_l0.isnan(), log_l0, self._log_l0)
         difference = log_l0 - smoothed  # SMOOTHING * T times the slope
-        smoothed = smoothed + difference * min(1.0, pace / (SMOOTHING * l1.response_steps))
+        passed = self._pace / self._response  # time since the last step, in T
+        smoothed = smoothed + difference * min(1.0, passed / SMOOTHING)
         self._log_l0.copy_(smoothed)
         if self._share < 1:  # the schedule has not arrived yet: what is seen is not what the coefficient will give
             return
-        end = smoothed + difference / SMOOTHING
-        self._correction += (GAIN * (end - target)).clamp(-1, 1) * (pace / l1.response_steps)
-        self._correction.clamp_(-math.log(l1.range), math.log(l1.range))
+        error = smoothed + difference / SMOOTHING - math.log(l1.target_l0)
+        before = self._log_live()
+        low, high = (math.log(l1.coef) + sign * math.log(l1.range) for sign in (-1, 1))
+        wanted = (before + GAIN * error * passed).clamp(low, high)
+        self._log_coef.copy_(before + (wanted - before).clamp(-passed, passed))
 
     def summary(self) -> dict[str, float]:
-        """The current step's train/l1_coef, the mean over layers, and each layer's where they differ."""
+        """What of METRICS begins with train/l1_, apart from train/l1 itself, at the current step."""
         coefficients = self._current.tolist()
         result = {"train/l1_coef": sum(coefficients) / len(coefficients)}
         if self.l1.per_layer or self.l1.layer_weights:
             result |= {f"train/l1_coef/layer_{i:02d}": value for i, value in enumerate(coefficients)}
+        if self.controlled:
+            distance = (self._log_live() - math.log(self.l1.coef)).abs()  # [layers]
+            result["train/l1_at_bound"] = (distance > 0.999 * math.log(self.l1.range)).double().mean().item()
         return result
 
     def state(self) -> dict[str, Tensor]:
         """The tensors that a checkpoint keeps, named; loading fills them in place."""
-        return {"sparsity.l1_correction": self._correction, "sparsity.log_l0": self._log_l0}
+        return {"sparsity.log_l1_coef": self._log_coef, "sparsity.log_l0": self._log_l0}

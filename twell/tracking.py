@@ -31,6 +31,7 @@ METRICS = {
     "train/l1": "L1 of the FFN activations as ffn.l1.norm defines it, mean since the last record (0 for dense kinds)",
     "train/l1_coef": "coefficient of the L1 term at this step, mean over layers",
     "train/l1_coef/layer_{i}": "the same of layer i, with ffn.l1.layer_weights or ffn.l1.per_layer",
+    "train/l1_at_bound": "share of layers whose coefficient stands at a bound of the controller, with ffn.l1.target_l0",
     "train/lr": "learning rate of AdamW at this step",
     "train/grad_norm": "global gradient norm before clipping, at this step",
     "train/epoch": "passes over the training split",

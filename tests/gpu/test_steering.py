@@ -18,7 +18,7 @@ def steer(device: str, per_layer: bool) -> tuple[SparsityMeter, DeadNeurons, L1C
     """Six steps of two micro-batches."""
     meter = SparsityMeter(LAYERS, H, T, device)
     neurons = DeadNeurons(DeadConfig(after_tokens=30), LAYERS, H, device)
-    penalty = L1Control(compose_config(*OVERRIDES, f"ffn.l1.per_layer={per_layer}"), device)
+    penalty = L1Control(compose_config(*OVERRIDES, f"ffn.l1.per_layer={per_layer}"), device, horizon_steps=6)
     batches = [SparsityStats(*(t.to(device) for t in firing(seed)[2])) for seed in range(12)]
     torch.cuda.set_sync_debug_mode("error" if device == "cuda" else "default")
     try:
@@ -30,7 +30,7 @@ def steer(device: str, per_layer: bool) -> tuple[SparsityMeter, DeadNeurons, L1C
             n_counted = meter.step.counted.sum().double()
             neurons.update(meter.step.fired, n_counted)
             neurons.check({}, lambda tensor: tensor, seed=1, step=step)
-            penalty.observe(meter.step.l0_sum(), n_counted, pace=0.5)
+            penalty.observe(meter.step.l0_sum(), n_counted)
             meter.accept()
     finally:
         torch.cuda.set_sync_debug_mode("default")
