@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import train
 from tests.training import tiny_text, train_tiny
 from twell.analyze import __main__ as analyze
 from twell.analyze.models import load_hf, load_ours
-from twell.analyze.stats import LayerStats, has_exact_zeros, verdict
+from twell.analyze.stats import MEASURED, LayerStats, has_exact_zeros, predicted_gain, verdict
 from twell.config import ConfigError
 from twell.errors import UserError
 from twell.generate import load_run
@@ -137,7 +138,7 @@ def test_a_hugging_face_folder(make, act, text, tmp_path, capsys):
     assert [layer["d_ff"] for layer in result["layers"]] == [width, width]
     zeros = [layer["zeros"] for layer in result["layers"]]
     if act == "relu":
-        assert all(0.3 < share < 0.7 for share in zeros) and "dense products are faster" in printed
+        assert all(0.3 < share < 0.7 for share in zeros) and "Not known" in printed
     else:
         assert zeros == [0, 0] and "active = |a| >= 0.01" in printed
 
@@ -160,12 +161,41 @@ def layers_of(*densities: float) -> list[dict]:
 
 
 def test_the_verdict():
-    assert verdict(layers_of(0.01, 0.02), 2048, 0.01).startswith("Worth it: 1.50% of the neurons")
-    assert "no gain was measured" in verdict(layers_of(0.01, 0.02), 1024, 0.01)
+    worth = verdict(layers_of(0.01, 0.02), 2048, 0.01)
+    assert worth.startswith("Worth it: 1.50% of the neurons") and "A prediction for an H200" in worth
+    assert "is 1.74x as fast" in worth and "densely" not in worth  # 2 / (1 / 1.93 + 1 / 1.58)
     part = verdict(layers_of(0.01, 0.04, 0.3), 2048, 0.01)
-    assert "1 of 3 layers" in part and "1 for some" in part and "1 are better" in part and "But" not in part
-    assert "dense products are faster" in verdict(layers_of(0.3, 0.06), 4096, 0.01)
+    assert part.startswith("Worth it") and "1 of 3 layers are better computed densely" in part
+    assert verdict(layers_of(0.04, 0.3, 0.3), 2048, 0.01).startswith("Hardly worth it")
+    assert verdict(layers_of(0.3, 0.06), 4096, 0.01).startswith("Not as it is: 18.00%")
+    assert verdict(layers_of(0.01), 512, 0.01).startswith("Not known: 1.00% of the neurons")
     assert "50.0% are below 0.25" in verdict(layers_of(1.0, 1.0), 4096, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("d_model", "density", "gain"),
+    [
+        (768, 0.0097, 1.62), (768, 0.0099, 1.0), (1023, 0.005, 1.62), (1024, 0.005, 2.07), (1024, 0.01, 1.74),
+        (1024, 0.018, 1.15), (1024, 0.02, 1.0), (2048, 0.0, 3.04), (2048, 0.0213, 1.58), (2048, 0.0444, 1.0),
+        (2048, 0.0443, 1.28), (4096, 0.002, 3.81), (4096, 0.0084, 1.93), (8192, 0.0042, 2.42), (767, 0.001, 1.0),
+    ],
+)  # fmt: skip
+def test_gains_are_those_of_the_next_denser_layer_measured(d_model, density, gain):
+    assert predicted_gain(d_model, density) == pytest.approx(gain)
+
+
+def test_gains_are_those_that_the_kernels_page_shows():
+    page = (Path(train.__file__).parent / "kernels" / "README.md").read_text()
+    shape, rows = "", set()
+    for line in page.splitlines():
+        cells = [cell.strip(" *x") for cell in line.split("|")[1:-1]]
+        if len(cells) == 8 and re.fullmatch(r"\d+, \d+( non-gated)?|", cells[0]) and re.match(r"\d+ / ", cells[1]):
+            shape = cells[0] or shape
+            if "non-gated" not in shape:
+                d_model, h = map(int, shape.split(", "))
+                rows.add((d_model, int(cells[1].split(" / ")[0]), h, float(cells[4])))
+    assert rows and rows == set(MEASURED[:-1])
+    assert re.search(rf"\| {MEASURED[-1][1]} / [\d /]+\| {MEASURED[-1][3]}x", page)
 
 
 def test_mistakes_are_told(text, tmp_path, monkeypatch):
@@ -209,4 +239,4 @@ def test_the_command_from_the_root(text, tmp_path):
     """There, transformers meets a package called `kernels` that is not the one it knows."""
     command = [sys.executable, "-m", "twell.analyze", f"hf={llama(tmp_path, 'relu')}", f"text={text}", "device=cpu"]
     done = subprocess.run(command, cwd=Path(train.__file__).parent, capture_output=True, text=True)
-    assert done.returncode == 0 and "Not as it is" in done.stdout, done.stderr
+    assert done.returncode == 0 and "Not known" in done.stdout, done.stderr
