@@ -271,7 +271,15 @@ def train(cfg: Config, closing: ExitStack) -> None:
                 values |= meter.summary() | neurons.summary() | routing.metrics()
                 values["perf/executed_flops"] = executed_share(model, values)
             tracker.record(at.step, at.tokens, values)
-            log(console_line(at.step, steps, values, eta_seconds=(steps - at.step) * seconds / n_steps))
+            log(
+                console_line(
+                    at.step,
+                    steps,
+                    values,
+                    eta_seconds=(steps - at.step) * seconds / n_steps,
+                    target_l0=cfg.ffn.l1.target_l0,
+                )
+            )
             totals.zero_()
             meter.reset()
             waited = loader.wait_seconds

@@ -1,7 +1,7 @@
 """Where the numbers of a run go: console, metrics.jsonl (always), wandb (when it can).
 
 METRICS documents every key; a key that is not there cannot be logged. A number that cannot be known (MFU on unknown
-hardware) is logged as null, so that every run has the same keys.
+hardware) is logged as null, so that runs of one kind of FFN have the same keys.
 """
 
 import contextlib
@@ -159,8 +159,8 @@ class Tracker:
         if not is_main:
             return
         self._log_file = open(run / "train.log", "a")  # noqa: SIM115 - open as long as the run
-        self._metrics_file = _open_metrics(run / "metrics.jsonl", step)
         self._bar_shown = self._disk_failed = False
+        self._metrics_file = _open_metrics(run / "metrics.jsonl", step, self.print)
         self.wandb = start_wandb(cfg, run, wandb_id, self.print)
         if self.wandb is not None:
             self.wandb_id = self.wandb.id
@@ -233,8 +233,10 @@ class Tracker:
             self._bar_shown = False
 
 
-def console_line(step: int, total_steps: int, values: dict[str, Any], eta_seconds: float) -> str:
-    """The line that a logging interval prints."""
+def console_line(
+    step: int, total_steps: int, values: dict[str, Any], eta_seconds: float, target_l0: float | None = None
+) -> str:
+    """The line that a logging interval prints; with `target_l0` also what the controller of L1 does."""
     mfu = values["perf/mfu"]
     parts = [
         f"step {step}/{total_steps}",
@@ -248,7 +250,11 @@ def console_line(step: int, total_steps: int, values: dict[str, Any], eta_second
     ]
     if values.get("sparsity/l0_mean") is not None:
         mean, density = values["sparsity/l0_mean"], values["sparsity/density"]
-        parts.insert(2, f"L0 {mean:.1f} ({density:.2%}, max {values['sparsity/l0_max']:.0f})")
+        firing = f"L0 {mean:.1f} ({density:.2%}, max {values['sparsity/l0_max']:.0f})"
+        if target_l0 is not None:
+            bound = " at its bound" if values["train/l1_at_bound"] else ""
+            firing += f"  target {target_l0:g}, L1 {values['train/l1_coef']:.1e}{bound}"
+        parts.insert(2, firing)
     return "  ".join(parts)
 
 
@@ -300,22 +306,28 @@ def _for_wandb(record: dict[str, Any]) -> dict[str, Any]:
     return {key: drawn(value) for key, value in record.items() if key != "time"}
 
 
-def _open_metrics(path: Path, step: int) -> TextIO:
+def _open_metrics(path: Path, step: int, log: Callable[[str], None]) -> TextIO:
     """Open metrics.jsonl for appending, keeping only whole records up to `step`."""
     if path.exists():
-        kept = [line for line in path.read_text().splitlines() if _step_of(line) is not None and _step_of(line) <= step]
+        lines = path.read_bytes().splitlines()
+        steps = [_step_of(line) for line in lines]
+        if unreadable := steps.count(None):
+            log(f"{path}: {unreadable} of {len(lines)} lines are no records and are left out")
         replacement = path.with_suffix(".tmp")
-        replacement.write_text("".join(f"{line}\n" for line in kept))
+        kept = (line + b"\n" for line, its_step in zip(lines, steps) if its_step is not None and its_step <= step)
+        replacement.write_bytes(b"".join(kept))
         os.replace(replacement, path)
     return open(path, "a")
 
 
-def _step_of(line: str) -> int | None:
-    """The step of a record, None for a line that a kill cut short."""
+def _step_of(line: bytes) -> int | None:
+    """The step of a record, None for a line that is none: a kill may have cut it short."""
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError):
+        record = json.loads(line)
+    except (ValueError, RecursionError):
         return None
+    step = record.get("step") if isinstance(record, dict) else None
+    return step if isinstance(step, int) else None
 
 
 def start_wandb(cfg: Config, run: Path, wandb_id: str | None, log: Callable[[str], None]) -> Any:

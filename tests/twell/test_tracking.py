@@ -92,6 +92,18 @@ def test_resuming_drops_later_records_and_a_torn_line(start, tmp_path):
     assert [(r["step"], r["train/loss"]) for r in records(tmp_path)] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
 
 
+@pytest.mark.parametrize(
+    "line", [b"123", b"[1]", b"null", b'{"step": "x"}', b'{"tokens": 1}', b"\xff\xfe", b"[" * 100_000, b'{"step": 1e9}']
+)
+def test_resuming_survives_lines_that_are_no_records(start, tmp_path, capsys, line):
+    start().record(1, 1, {"train/loss": 1.0})
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(line + b"\n")
+    start(step=3).record(2, 2, {"train/loss": 2.0})
+    assert [r["step"] for r in records(tmp_path)] == [1, 2]
+    assert "1 of 2 lines are no records and are left out" in capsys.readouterr().out
+
+
 def test_other_ranks_write_nothing(start, tmp_path, capsys):
     tracker = start(is_main=False)
     tracker.record(1, 1, {"train/loss": 1.0})
@@ -190,6 +202,10 @@ def test_console_line_says_na_for_unknown_mfu_and_shows_l0():
     )
     sparse = {"sparsity/l0_mean": 30.0, "sparsity/density": 0.0053, "sparsity/l0_max": 99.0}
     assert "L0 30.0 (0.53%, max 99)" in console_line(3, 10, values | sparse, 61)
+    steered = {"train/l1_coef": 3.88e-3, "train/l1_at_bound": 0.0}
+    assert "max 99)  target 15, L1 3.9e-03  lr" in console_line(3, 10, values | sparse | steered, 61, target_l0=15.0)
+    steered["train/l1_at_bound"] = 0.5
+    assert "L1 3.9e-03 at its bound  lr" in console_line(3, 10, values | sparse | steered, 61, target_l0=15.0)
     assert "MFU 47.1%" in console_line(3, 10, values | {"perf/mfu": 0.471}, 61)
 
 
