@@ -14,6 +14,8 @@ GPT-2's family. Keys are the fields of `AnalyzeConfig`. The columns:
 """
 
 import json
+import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,15 +123,19 @@ def main(arguments: Sequence[str]) -> None:
 def _check(cfg: AnalyzeConfig) -> None:
     """Raise ConfigError for the first value out of range."""
     rules = (
-        ((cfg.run is None) != (cfg.hf is None), "run", "name either run=FOLDER or hf=FOLDER"),
+        (bool(cfg.run) != bool(cfg.hf), "run", f"name either run=FOLDER or hf=FOLDER (which is {cfg.hf})"),
         (cfg.text != "", "text", "name a text file, e.g. text=book.txt"),
         (cfg.tokens >= 1, "tokens", "must be at least 1"),
-        (cfg.eps > 0, "eps", "must be above 0"),
+        (0 < cfg.eps < math.inf, "eps", "must be a number above 0"),
         (cfg.batch >= 1, "batch", "must be at least 1"),
         (cfg.device in ("auto", "cpu", "cuda"), "device", "must be auto, cpu or cuda"),
         (cfg.device != "cuda" or torch.cuda.is_available(), "device", "torch sees no GPU; use auto or cpu"),
     )
     check_values(cfg, rules)
+    if cfg.out is not None:  # said before the work, not after it
+        out = Path(cfg.out)
+        if out.is_dir() or not out.parent.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
+            raise UserError(f"out={cfg.out}: cannot be written; name a file in a folder that exists")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,8 @@ from twell.config import ConfigError
 from twell.errors import UserError, first_line
 from twell.ffn import FFN, SparseFFN
 from twell.generate import load_run
+
+HEADS = ("lm_head.", "score.")  # what the names of weights outside of the layers start with
 
 
 @dataclass
@@ -76,14 +79,28 @@ def load_hf(folder: Path, device: torch.device) -> Subject:
         raise ConfigError(f"hf={folder}: no Hugging Face model there (config.json is missing)")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model = AutoModel.from_pretrained(folder, local_files_only=True).eval()  # without the head
+        model, found = AutoModel.from_pretrained(  # without the head
+            folder, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
+        )
     except Exception as error:  # transformers raises many kinds for damaged or unknown folders
         raise UserError(f"hf={folder}: transformers cannot load it ({first_line(error)})") from error
+    _check_weights(folder, found)
+    if not tokenizer("a b c", add_special_tokens=False)["input_ids"]:  # what transformers makes up where none is
+        raise UserError(f"hf={folder}: has no tokenizer; save the model's own there")
+    model.eval()
     model.config.use_cache = False
     model.to(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
     lasts = [_last_product(folder, layer) for layer in getattr(model, "layers", getattr(model, "h", ()))]
     if not lasts:
         raise UserError(f"hf={folder}: {type(model).__name__} has no layers of Llama's or GPT-2's kind")
+
+    n_ids = model.get_input_embeddings().num_embeddings
+
+    def encode(text: str) -> Sequence[int]:
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if max(ids, default=0) >= n_ids:
+            raise UserError(f"hf={folder}: the tokenizer makes id {max(ids)}, but the model has {n_ids}: not its own")
+        return ids
 
     return Subject(
         name=str(folder),
@@ -94,8 +111,20 @@ def load_hf(folder: Path, device: torch.device) -> Subject:
         widths=[last.weight.shape[0] if hasattr(last, "nf") else last.weight.shape[1] for last in lasts],
         d_model=model.config.hidden_size,
         seq_len=model.config.max_position_embeddings,
-        encode=lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"],
+        encode=encode,
     )
+
+
+def _check_weights(folder: Path, found: dict[str, Any]) -> None:
+    """UserError unless the folder has the model's weights, all and no others but a head: what transformers does not
+    find it makes up, and only its log says so. found: its loading info."""
+    mismatched = [entry if isinstance(entry, str) else entry[0] for entry in found["mismatched_keys"]]
+    unexpected = [key for key in found["unexpected_keys"] if not key.startswith(HEADS)]
+    kinds = {"missing": found["missing_keys"], "of another shape": mismatched, "unknown": unexpected}
+    for kind, keys in kinds.items():
+        if keys:
+            more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+            raise UserError(f"hf={folder}: not the weights that config.json describes; {kind}: {min(keys)}{more}")
 
 
 def _last_product(folder: Path, layer: nn.Module) -> nn.Module:

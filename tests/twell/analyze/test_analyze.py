@@ -207,6 +207,9 @@ def test_mistakes_are_told(text, tmp_path, monkeypatch):
         ([run], "text=: name a text file"),
         ([run, f"text={text}", "tokens=0"], "tokens=0"),
         ([run, f"text={text}", "eps=0"], r"eps=0\.0"),
+        ([run, f"text={text}", "eps=inf"], "eps=inf"),
+        ([run, f"text={text}", "eps=nan"], "eps=nan"),
+        (["hf=", f"text={text}"], "name either"),
         ([run, f"text={text}", "width=0"], "expected KEY=VALUE"),
         ([f"run={tmp_path}/none", f"text={text}"], "no run there"),
         ([f"hf={tmp_path}", f"text={text}"], "config.json is missing"),
@@ -226,6 +229,47 @@ def test_mistakes_are_told(text, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UserError, match=r"pip install -e '\.\[export\]'"):
         analyze.main([f"hf={tmp_path}", f"text={text}", "device=cpu"])
+
+
+def test_out_is_checked_before_the_work(tmp_path, monkeypatch, text):
+    monkeypatch.setattr(analyze, "load_ours", lambda *_: pytest.fail("too late"))
+    for out in ("", tmp_path, tmp_path / "none" / "x.json", text / "x.json"):
+        with pytest.raises(UserError, match=f"out={out}: cannot be written"):
+            analyze.main([f"run={tmp_path}", f"text={text}", f"out={out}", "device=cpu"])
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_weights_that_are_not_the_models_are_named(make, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    path = make(tmp_path, "relu") / "model.safetensors"
+    whole = safetensors.load_file(path)
+    key = next(key for key in whole if key.endswith(("1.mlp.down_proj.weight", "1.mlp.c_proj.weight")))
+    for change, message in (
+        ({key: None}, rf"missing: \S*{key.split('.', 1)[1]}$"),
+        ({key: whole[key][:3].clone()}, rf"of another shape: \S*{key.split('.', 1)[1]}$"),
+        ({f"{key}_scale": torch.ones(1), "z": torch.ones(1)}, rf"unknown: {key}_scale and 1 more$"),
+    ):
+        weights = {name: value for name, value in (whole | change).items() if value is not None}
+        safetensors.save_file(weights, path, metadata={"format": "pt"})
+        with pytest.raises(UserError, match=message):
+            load_hf(tmp_path, CPU)
+
+
+def test_a_tokenizer_that_is_not_the_models(tmp_path, text):
+    from transformers import LlamaConfig
+
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    folder = hf_folder(tmp_path, LlamaConfig(vocab_size=50, max_position_embeddings=40, **shape))
+    with pytest.raises(UserError, match=r"the tokenizer makes id \d+, but the model has 50: not its own"):
+        analyze.main([f"hf={folder}", f"text={text}", "device=cpu"])
+
+
+@pytest.mark.parametrize(("make", "message"), [(llama, "cannot load it"), (gpt2, "has no tokenizer")])
+def test_a_folder_without_a_tokenizer(make, message, tmp_path):
+    for path in make(tmp_path, "relu").glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(UserError, match=message):
+        load_hf(tmp_path, CPU)
 
 
 def test_the_kernels_are_left_out(tmp_path):
