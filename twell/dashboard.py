@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlparse
 
-from twell.arguments import parse_arguments, run_command
+from twell.arguments import check_values, parse_arguments, run_command
 from twell.errors import UserError, first_line
 from twell.tracking import has_wandb_key
 
@@ -95,6 +96,8 @@ def build(cfg: DashboardConfig, entity: str) -> "Workspace":
         for name, entries in OVER_TOKENS.items()
     ]
     sections[0].panels += [
+        # A record of a validation has no perf/train_seconds; wandb gives each record the time since the run's start.
+        wr.LinePlot(title="Validation loss over wall-clock time", x="RelativeTime(Process)", y=["val/loss"]),
         wr.LinePlot(
             title="Training loss over seconds of training",
             x="perf/train_seconds",
@@ -141,13 +144,14 @@ def upload(built: "Workspace", url: str | None) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     cfg = parse_arguments(arguments, DashboardConfig, __doc__)
+    _check(cfg)
     built = build(cfg, cfg.entity or "")
     n_panels = sum(len(section.panels) for section in built.sections)
     print(f"built {cfg.name!r} for project {cfg.project}: {n_panels} panels in {len(built.sections)} sections")
     if not has_wandb_key():
         raise UserError("not uploaded: no wandb key is configured; run `wandb login`, then the same command again")
     addresses = Path(cfg.out) / "dashboards.json"
-    known = json.loads(addresses.read_text()) if addresses.exists() else {}
+    known = _read_addresses(addresses)
     try:
         if not built.entity:
             import wandb
@@ -167,6 +171,31 @@ def main(arguments: Sequence[str]) -> None:
     addresses.parent.mkdir(parents=True, exist_ok=True)
     addresses.write_text(json.dumps(known | {key: url}, indent=1) + "\n")
     print(f"uploaded: {url}")
+
+
+def _check(cfg: DashboardConfig) -> None:
+    """Raise ConfigError for the first value that cannot be."""
+    address = urlparse(cfg.url or "")
+    is_workspace = address.scheme in ("http", "https") and len(address.path.split("/")) == 3 and "nw=" in address.query
+    rules = (
+        (cfg.project != "", "project", "name a wandb project"),
+        (cfg.name != "", "name", "name the workspace"),
+        (cfg.url is None or is_workspace, "url", "must be a workspace's, https://HOST/ENTITY/PROJECT?nw=ID"),
+    )
+    check_values(cfg, rules)
+
+
+def _read_addresses(path: Path) -> dict[str, str]:
+    """The URLs of the workspaces created so far, by name; UserError if the file that keeps them is damaged."""
+    try:
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if not isinstance(known, dict) or not all(isinstance(url, str) for url in known.values()):
+            raise ValueError("not an object of addresses")
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"{path}: cannot be read ({first_line(error)}); mend it, or delete it and give url=... of your workspace"
+        ) from error
+    return known
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from twell import dashboard
+from twell.config import ConfigError
 from twell.dashboard import OVER_TOKENS, DashboardConfig, build
 from twell.errors import UserError
 from twell.tracking import METRICS
@@ -51,6 +52,8 @@ def test_panels_show_documented_metrics():
     configs = [panel["config"] for section in sections for panel in section["panels"] if "metrics" in panel["config"]]
     shown = {config["chartTitle"]: config for config in configs}
     assert shown["Validation loss"]["metrics"] == ["val/loss"] and shown["Validation loss"]["xAxis"] == "tokens"
+    wall_clock = shown["Validation loss over wall-clock time"]
+    assert (wall_clock["metrics"], wall_clock["xAxis"]) == (["val/loss"], "_runtime")
     assert shown["Training loss over seconds of training"]["xAxis"] == "perf/train_seconds"
     assert {"Tokens per second", "Share of dead neurons", "Peak memory, GB"} <= shown.keys()
     layers = shown["Active neurons per token, by layer"]
@@ -95,6 +98,14 @@ def test_the_same_command_updates(server, tmp_path, capsys):
     assert len(server) == 2
 
 
+@pytest.mark.parametrize("content", [b"{", b"[1]", b'{"a": 1}', b"\xff", b"[" * 100_000])
+def test_damaged_addresses(content, server, tmp_path):
+    (tmp_path / "dashboards.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"dashboards\.json: cannot be read \(.*\); mend it, or delete it"):
+        dashboard.main(["entity=me", f"out={tmp_path}"])
+    assert not server and (tmp_path / "dashboards.json").read_bytes() == content
+
+
 def test_an_update_keeps_what_was_set_for_runs(server, tmp_path):
     command = ["entity=me", f"out={tmp_path}"]
     dashboard.main(command)
@@ -106,8 +117,12 @@ def test_an_update_keeps_what_was_set_for_runs(server, tmp_path):
 
 
 def test_mistakes_are_told(server, monkeypatch, tmp_path):
-    with pytest.raises(UserError, match=r"url=https://server/x: .*not found"):
-        dashboard.main(["entity=me", "url=https://server/x", f"out={tmp_path}"])
+    url = "https://server/me/twell?nw=gone"
+    with pytest.raises(UserError, match=rf"{re.escape(f'url={url}')}: .*not found"):
+        dashboard.main(["entity=me", f"url={url}", f"out={tmp_path}"])
+    for argument in ("url=notaurl", "url=https://server/x?nw=y", "url=https://server/me/twell", "project=", "name="):
+        with pytest.raises(ConfigError, match=rf"^{re.escape(argument)}: (must be a workspace's|name )"):
+            dashboard.main(["entity=me", argument, f"out={tmp_path}"])
     with pytest.raises(UserError, match="expected KEY=VALUE"):
         dashboard.main(["panels=3"])
 
