@@ -6,6 +6,7 @@ logging, is the first to wait for it. Counts are exact integers, so their sums d
 into micro-batches and ranks.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -106,10 +107,13 @@ class SparsityMeter:
         self.interval.all.zero_()
 
     def summary(self) -> dict[str, Any]:
-        """The interval's numbers, read from the device; twell.tracking.METRICS says what each of them is."""
+        """The interval's numbers, read from the device; twell.tracking.METRICS says what each of them is.
+
+        NaN, all of them, if no step was accepted.
+        """
         tally = self.interval
-        n_tokens = tally.counted.sum().clamp(min=1)
-        l0 = (tally.l0_sum() / n_tokens).tolist()
+        n_tokens = tally.counted.sum().item()
+        l0 = (tally.l0_sum() / max(1, n_tokens)).tolist()
         by_layer = {"l0": l0}
         for q in PERCENTILES:
             by_layer[f"l0_p{q}"] = percentile(tally.histogram, q).tolist()
@@ -127,7 +131,7 @@ class SparsityMeter:
         for name, values in by_layer.items():
             for i, value in enumerate(values):
                 result[f"sparsity/{name}/layer_{i:02d}"] = float(value)
-        return result
+        return result if n_tokens else dict.fromkeys(result, math.nan)
 
 
 def percentile(histogram: Tensor, q: int) -> Tensor:
