@@ -224,12 +224,13 @@ def train(cfg: Config, closing: ExitStack) -> None:
             if has_zeros:
                 n_counted = step.sums[2]
                 neurons.update(meter.step.fired, n_counted=n_counted)
-                if neurons.due(at.tokens + cfg.batch.tokens, cfg.batch.tokens):
-                    neurons.check(saved, parallel.max_over_ranks, seed=cfg.seed, step=at.step)
-                    weights.refresh()
                 if penalty.controlled:
                     penalty.observe(parallel.sum_over_ranks(meter.step.l0_sum()), n_counted)
                 meter.accept()
+        # Also after a step that was skipped: the next check may be many steps away.
+        checking = has_zeros and neurons.due(at.tokens + cfg.batch.tokens, cfg.batch.tokens)
+        if checking and neurons.check(saved, parallel.max_over_ranks, seed=cfg.seed, step=at.step):
+            weights.refresh()
         at.step += 1
         at.tokens += cfg.batch.tokens
         watch.stop()
@@ -269,7 +270,7 @@ def train(cfg: Config, closing: ExitStack) -> None:
             }
             if has_zeros:
                 values |= meter.summary() | neurons.summary() | routing.metrics()
-                values["perf/executed_flops"] = executed_share(model, values)
+            values["perf/executed_flops"] = executed_share(model, values)
             tracker.record(at.step, at.tokens, values)
             log(
                 console_line(

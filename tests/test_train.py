@@ -84,8 +84,10 @@ def test_a_run_learns_and_leaves_every_documented_metric(tmp_path):
 
 @pytest.mark.parametrize("ffn", ["dense_silu", "dense_relu", "sparse_nongated"])
 def test_the_other_ffn_kinds_train(tmp_path, ffn):
-    curve = losses(train_tiny(tmp_path, "name=a", f"ffn={ffn}", "steps=8", "optim.lr=1e-2"))
+    records = train_tiny(tmp_path, "name=a", f"ffn={ffn}", "steps=8", "optim.lr=1e-2")
+    curve = losses(records)
     assert curve[8] < curve[1]
+    assert all(record["perf/executed_flops"] == 1 for record in records if "train/loss" in record)
 
 
 def test_muon_trains_and_resumes_exactly(tmp_path):
@@ -207,6 +209,14 @@ def test_a_skipped_step_changes_nothing_but_the_position(tmp_path, monkeypatch):
     monkeypatch.setattr(Transformer, "forward", forward_with_nan(at_call=9))
     train_tiny(tmp_path, "name=skipping", "steps=5", "optim.schedule.horizon=9")
     assert_same_weights(final_weights(tmp_path, "short"), final_weights(tmp_path, "skipping"))
+
+
+def test_a_record_of_skipped_steps_alone_says_nothing_of_sparsity(tmp_path, monkeypatch):
+    monkeypatch.setattr(Transformer, "forward", forward_with_nan(at_call=1))
+    first, second = train_tiny(tmp_path, "name=a", "steps=2")[:2]
+    silent = {"sparsity/dead_share", "sparsity/revived", "sparsity/reinitialized"}
+    keys = [key for key in first if key.startswith("sparsity/") and "dead_share" not in key and "route" not in key]
+    assert all(first[key] is None and second[key] is not None for key in set(keys) - silent)
 
 
 def test_too_many_nonfinite_steps_end_the_run(tmp_path):

@@ -70,8 +70,10 @@ class DeadNeurons:
     @torch.no_grad()
     def check(
         self, tensors: Mapping[str, Tensor], max_over_ranks: Callable[[Tensor], Tensor], *, seed: int, step: int
-    ) -> None:
+    ) -> bool:
         """Count what came to life since the last check, and reinitialise what is dead if the remedy says so.
+
+        Returns whether weights have changed.
 
         Args:
             tensors: the run's own tensors under their checkpoint names: the weights that the optimizer changes, and
@@ -82,8 +84,11 @@ class DeadNeurons:
         dead = self.dead()
         self.revived += (self.was_dead & ~dead).sum()
         self.was_dead.copy_(dead)
-        if self.cfg.remedy == "reinit":
-            self.reinitialized += reinitialize(tensors, dead, seed=seed, step=step)
+        if self.cfg.remedy != "reinit":
+            return False
+        n_rows = reinitialize(tensors, dead, seed=seed, step=step)
+        self.reinitialized += n_rows
+        return n_rows > 0
 
     def summary(self) -> dict[str, float]:
         """Dead shares and what became of the dead, read from the device; `merge` first."""

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import train
-from tests.training import compose_config, losses, tiny_overrides, train_tiny
+from tests.training import compose_config, forward_with_nan, losses, tiny_overrides, train_tiny
 from tests.twell.small import build
 from twell import checkpoint
 from twell.config import DeadConfig
 from twell.ffn import DenseFFN, SparseFFN
+from twell.model import Transformer
 from twell.neurons import DeadNeurons, reinitialize
 from twell.optim import build_optimizer, optimizer_state
 from twell.weights import Weights
@@ -199,6 +200,25 @@ def test_reinit_in_a_run_revives_and_resumes_exactly(tmp_path):
         assert [r[key] for r in parts if key in r] == [r[key] for r in whole if key in r]
     last = [r for r in whole if "sparsity/revived" in r][-1]
     assert last["sparsity/reinitialized"] >= last["sparsity/revived"] > 0
+
+
+def test_a_check_that_falls_on_a_skipped_step_is_made(tmp_path, monkeypatch):
+    checked, check = [], DeadNeurons.check
+    monkeypatch.setattr(
+        DeadNeurons, "check", lambda *args, **kwargs: (checked.append(kwargs["step"]), check(*args, **kwargs))[1]
+    )
+    monkeypatch.setattr(Transformer, "forward", forward_with_nan(at_call=5))  # two micro-batches a step: in step 3
+    train_tiny(tmp_path, "name=a", "steps=6", "ffn.dead.after_tokens=768")
+    assert checked == [2, 5]
+
+
+@pytest.mark.parametrize(("remedy", "changed"), [("none", False), ("reinit", True)])
+def test_a_check_says_whether_weights_have_changed(remedy: str, changed: bool):
+    neurons = DeadNeurons(DeadConfig(after_tokens=10, remedy=remedy), 3, 40, "cpu")
+    tensors = checkpoint.model_tensors(build())
+    assert not neurons.check(tensors, lambda tensor: tensor, seed=1, step=1)
+    neurons.silent += 10
+    assert neurons.check(tensors, lambda tensor: tensor, seed=1, step=2) == changed
 
 
 @pytest.mark.slow
