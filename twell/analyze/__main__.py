@@ -123,7 +123,7 @@ def main(arguments: Sequence[str]) -> None:
 def _check(cfg: AnalyzeConfig) -> None:
     """Raise ConfigError for the first value out of range."""
     rules = (
-        (bool(cfg.run) != bool(cfg.hf), "run", f"name either run=FOLDER or hf=FOLDER (which is {cfg.hf})"),
+        (bool(cfg.run) != bool(cfg.hf), "run", "name either run=FOLDER or hf=FOLDER"),
         (cfg.text != "", "text", "name a text file, e.g. text=book.txt"),
         (cfg.tokens >= 1, "tokens", "must be at least 1"),
         (0 < cfg.eps < math.inf, "eps", "must be a number above 0"),
