@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -73,6 +73,7 @@ METRICS = {
     "perf/train_seconds": "seconds spent in training steps since the run was first started",
 }
 
+LONGEST_TAG = 64  # characters, of which wandb takes no more
 WANDB_TIMEOUT = 30  # seconds to wait for the server before logging offline
 WANDB_FINISH = 60  # seconds to wait at the end for what it has not received
 
@@ -149,8 +150,21 @@ class StopWatch:
 class Tracker:
     """Writes records on the main rank; on the other ranks every method does nothing."""
 
-    def __init__(self, cfg: Config, run: Path, *, is_main: bool, total_steps: int, wandb_id: str | None, step: int):
-        """Open the run's files, dropping records later than `step`, which a resumed run will write again."""
+    def __init__(
+        self,
+        cfg: Config,
+        run: Path,
+        *,
+        is_main: bool,
+        total_steps: int,
+        wandb_id: str | None,
+        step: int,
+        swept: Sequence[str] = (),
+    ):
+        """Open the run's files, dropping records later than `step`, which a resumed run will write again.
+
+        swept: the keys that a sweep sets to several values; they become tags of its runs.
+        """
         self.run = run
         self.is_main = is_main
         self.total_steps = total_steps
@@ -161,7 +175,7 @@ class Tracker:
         self._log_file = open(run / "train.log", "a")  # noqa: SIM115 - open as long as the run
         self._bar_shown = self._disk_failed = False
         self._metrics_file = _open_metrics(run / "metrics.jsonl", step, self.print)
-        self.wandb = start_wandb(cfg, run, wandb_id, self.print)
+        self.wandb = start_wandb(cfg, run, wandb_id, swept, self.print)
         if self.wandb is not None:
             self.wandb_id = self.wandb.id
 
@@ -330,7 +344,7 @@ def _step_of(line: bytes) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def start_wandb(cfg: Config, run: Path, wandb_id: str | None, log: Callable[[str], None]) -> Any:
+def start_wandb(cfg: Config, run: Path, wandb_id: str | None, swept: Sequence[str], log: Callable[[str], None]) -> Any:
     """A wandb run, or None; says once, in one line, what it decided. Never prompts, never stops the run."""
     mode = cfg.wandb.mode
     if mode == "disabled":
@@ -354,7 +368,10 @@ def start_wandb(cfg: Config, run: Path, wandb_id: str | None, log: Callable[[str
         "project": cfg.wandb.project,
         "entity": cfg.wandb.entity,
         "group": cfg.wandb.group or f"{cfg.model.name}-{cfg.data.name}",
-        "tags": [cfg.model.name, cfg.ffn.kind, cfg.data.name, cfg.optim.kind, *cfg.wandb.tags],
+        "tags": [
+            *(cfg.model.name, cfg.ffn.kind, cfg.data.name, cfg.optim.kind, *cfg.wandb.tags),
+            *(f"sweep:{key}"[:LONGEST_TAG] for key in swept),
+        ],
         "config": OmegaConf.to_container(cfg, resolve=True),
     }
     for attempt in dict.fromkeys([mode, "offline"]):

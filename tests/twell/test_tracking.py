@@ -33,9 +33,9 @@ README = Path(tracking.__file__).parent.parent / "README.md"
 def start(tmp_path):
     opened = []
 
-    def make(*overrides, step=0, is_main=True, wandb_id=None):
+    def make(*overrides, step=0, is_main=True, wandb_id=None, swept=()):
         cfg = compose_config("wandb.mode=disabled", *overrides)
-        tracker = Tracker(cfg, tmp_path, is_main=is_main, total_steps=10, wandb_id=wandb_id, step=step)
+        tracker = Tracker(cfg, tmp_path, is_main=is_main, total_steps=10, wandb_id=wandb_id, step=step, swept=swept)
         opened.append(tracker)
         return tracker
 
@@ -173,6 +173,11 @@ def test_wandb_that_raises_without_words_is_survived(start, monkeypatch, capsys)
     monkeypatch.setattr("wandb.init", fail)
     assert start("wandb.mode=offline").wandb is None
     assert "wandb: offline failed: TimeoutError" in capsys.readouterr().out
+
+
+def test_runs_of_a_sweep_are_tagged_with_its_keys(start):
+    tags = start("wandb.mode=offline", "wandb.tags=[mine]", swept=["ffn.l1.coef", "x" * 100]).wandb.tags
+    assert {"mine", "sparse", "sweep:ffn.l1.coef", "sweep:" + "x" * 58} <= set(tags)
 
 
 def test_wandb_id_is_kept_over_a_resume(start):
