@@ -16,7 +16,7 @@ from pathlib import Path
 
 import hydra
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import MISSING, DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -185,7 +185,7 @@ class WandbConfig:
     project: str = "twell"
     entity: str | None = None
     group: str | None = None  # null = model and data set, so that dense and sparse runs of one comparison meet
-    tags: list[str] = field(default_factory=list)  # added to the automatic ones (model, ffn, data, optim)
+    tags: list[str] = field(default_factory=list)  # added to the automatic ones (model, ffn, data, optim, sweep:KEY)
 
 
 @dataclass
@@ -276,6 +276,9 @@ def explain(error: BaseException) -> str:
     """The message of a configuration mistake in one or two lines, with the keys that would have been allowed."""
     if isinstance(error, UserError):
         return str(error)
+    if isinstance(error, OverrideParseException):
+        quoted = f"'{error.override.partition('=')[0]}=\"...\"'"
+        return f"{error.override}: {_first_line(error)}; a value with special characters is written {quoted}"
     cause = error
     while cause.__cause__ is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__

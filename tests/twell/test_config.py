@@ -123,6 +123,7 @@ def test_l1_and_triton_are_refused_for_dense_kinds():
         ("data.paths=x", ["data.paths", "data.paths=[...]"]),
         ("model=huge", ["model/huge", "allowed are", "124m", "nano"]),
         ("steps", ["steps"]),
+        ("name=a=b", ["name=a=b", """'name="..."'"""]),
     ],
 )
 def test_unknown_keys_and_wrong_types_are_explained(override, parts):
