@@ -11,12 +11,14 @@ command started again continues it.
 """
 
 import math
+import sys
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from data.baselines import reference_losses
@@ -38,7 +40,7 @@ from twell.neurons import DeadNeurons
 from twell.optim import Schedule, build_optimizer, optimizer_state, set_lr
 from twell.profiling import Profiler
 from twell.routing import Routing
-from twell.run import Progress, describe_run, open_run, run_name, start_from
+from twell.run import Progress, command_to_go_on, describe_run, open_run, run_name, start_from, swept_keys
 from twell.saver import Saver
 from twell.sharded import ShardedWeights, copy_rows, gathered
 from twell.sparsity import SparsityMeter
@@ -57,7 +59,9 @@ def main(cfg: Config) -> None:
 def train(cfg: Config, closing: ExitStack) -> None:
     # ---- Everything that can be refused is refused here, before any work.
     validate(cfg, parallel.world_size_from_environment())
-    name = run_name(cfg, HydraConfig.get().overrides.task)
+    overrides = list(HydraConfig.get().overrides.task)
+    swept = swept_keys(sys.argv[1:]) if HydraConfig.get().mode == RunMode.MULTIRUN else None
+    name = run_name(cfg, overrides, swept)
     ranks = parallel.start(cfg.device, cfg.parallel.timeout)
     torch.manual_seed(cfg.seed + ranks.rank)
 
@@ -78,7 +82,7 @@ def train(cfg: Config, closing: ExitStack) -> None:
     if at.step >= steps:
         if ranks.is_main:
             print(f"{run} is complete: step {at.step}, validation loss {at.val_loss} (of step {at.val_step})")
-            print(f"name={run.name} steps=N trains on to step N; resume=never starts over")
+            print(f"{command_to_go_on(run.name, overrides)} trains on to step N; resume=never starts over")
         parallel.finish()
         return
 
@@ -145,7 +149,9 @@ def train(cfg: Config, closing: ExitStack) -> None:
 
     # ---- Say what will happen.
     wandb_id = resumed["wandb_id"] if resumed else None
-    tracker = Tracker(cfg, run, is_main=ranks.is_main, total_steps=steps, wandb_id=wandb_id, step=at.step)
+    tracker = Tracker(
+        cfg, run, is_main=ranks.is_main, total_steps=steps, wandb_id=wandb_id, step=at.step, swept=swept or ()
+    )
     closing.callback(tracker.close)
     closing.callback(loader.close)
     log = tracker.print

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,10 +15,11 @@ import torch
 
 import train
 from data.loader import IGNORE, Loader
-from tests.training import forward_with_nan, losses, read_metrics, tiny_overrides, train_tiny, wait_for
+from tests.training import compose_config, forward_with_nan, losses, read_metrics, tiny_overrides, train_tiny, wait_for
 from twell import checkpoint
 from twell.errors import UserError
 from twell.model import Transformer
+from twell.run import run_name
 from twell.tracking import METRICS
 
 ROOT = Path(train.__file__).parent
@@ -166,7 +168,19 @@ def test_a_finished_run_started_again_does_nothing(tmp_path, capsys):
     before = train_tiny(tmp_path, "name=a", "steps=3")
     assert train_tiny(tmp_path, "name=a", "steps=3") == before
     printed = capsys.readouterr().out
-    assert "a is complete: step 3, validation loss" in printed and "name=a steps=N trains on" in printed
+    assert "a is complete: step 3, validation loss" in printed and "steps=N trains on" in printed
+
+
+def test_a_finished_run_says_how_it_is_trained_on(tmp_path, capsys):
+    """The printed arguments work as they are, for a name made from overrides, too."""
+    overrides = tiny_overrides(tmp_path, "steps=3", "seed=7")
+    for _ in range(2):
+        train.main.__wrapped__(compose_config(*overrides))
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "trains on to step N" in line)
+    arguments = shlex.split(line.partition(" trains on")[0].replace("steps=N", "steps=5"))
+    train.main.__wrapped__(compose_config(*arguments))
+    (run,) = (tmp_path / "runs").iterdir()
+    assert "batch.tokens=256" in run.name and list(losses(read_metrics(run))) == [1, 2, 3, 4, 5]
 
 
 def mask_some_targets(monkeypatch):
@@ -270,7 +284,7 @@ def test_the_offline_wandb_run_holds_every_documented_metric(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_sweep_gives_each_job_its_own_run(tmp_path):
+def test_a_sweep_gives_each_job_its_own_run_named_as_it_would_be_alone(tmp_path):
     command = subprocess_command(tmp_path, "steps=2", "ffn.l1.coef=0,1e-3")
     command.insert(2, "--multirun")
     done = subprocess.run(command, cwd=tmp_path, env=subprocess_environment(), capture_output=True, text=True)
@@ -278,6 +292,17 @@ def test_a_sweep_gives_each_job_its_own_run(tmp_path):
     runs = sorted((tmp_path / "runs").iterdir())
     runs = [run for run in runs if run.is_dir()]  # Hydra leaves a multirun.yaml beside them
     assert len(runs) == 2 and all(len(losses(read_metrics(run))) == 2 for run in runs)
+    alone = tiny_overrides(tmp_path, "steps=2", "ffn.l1.coef=1e-3")
+    assert run_name(compose_config(*alone), alone) == runs[1].name
+
+
+@pytest.mark.slow
+def test_a_sweep_with_one_name_is_refused_before_it_trains(tmp_path):
+    command = subprocess_command(tmp_path, "name=foo", "steps=2", "ffn.l1.coef=0,1e-3")
+    command.insert(2, "--multirun")
+    done = subprocess.run(command, cwd=tmp_path, env=subprocess_environment(), capture_output=True, text=True)
+    assert done.returncode == 2 and "name=foo in a sweep" in done.stderr
+    assert not (tmp_path / "runs" / "foo").exists()
 
 
 @pytest.mark.slow

@@ -7,13 +7,15 @@ import fcntl
 import hashlib
 import math
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from omegaconf import OmegaConf
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
@@ -59,25 +61,55 @@ class Progress:
             self.best_loss, self.best_step = self.val_loss, self.step
 
 
-def run_name(cfg: Config, overrides: Sequence[str]) -> str:
+def run_name(cfg: Config, overrides: Sequence[str], sweep: Sequence[str] | None = None) -> str:
     """`name`, or MODEL-FFN-DATA followed by the other overrides of the command line.
 
-    The same command gives the same name, so that starting it again resumes it.
+    The same settings give the same name, however their values are written, so that starting them again resumes the
+    run. `sweep`: see `swept_keys`; None for a single run. ConfigError if the runs of a sweep would share one name.
     """
+    written = dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
     if cfg.name is not None:
-        if cfg.name in ("", ".", "..") or "/" in cfg.name:
-            raise ConfigError(f"name={cfg.name}: must be a plain folder name; `out` says where runs lie")
-        return cfg.name
+        name = written.get("name", cfg.name).strip("'\"")  # as it is written: Hydra takes 1e5 for the number 100000.0
+        if name in ("", ".", "..") or "/" in name:
+            raise ConfigError(f"name={name}: must be a plain folder name; `out` says where runs lie")
+        if sweep is not None and "name" not in sweep:
+            raise ConfigError(f"name={name} in a sweep: its runs would share one folder; use out=runs/{name} instead")
+        return name
     parts = [cfg.model.name, cfg.ffn.kind, cfg.data.name]
-    for override in sorted(overrides):
-        key, _, value = override.lstrip("+~").partition("=")
+    for key, value in sorted(written.items()):
         if key not in GROUPS and not key.startswith(NOT_IN_NAME):
-            parts.append(f"{key}={value}")
+            parts.append(f"{key}={_canonical(OmegaConf.select(cfg, key), value)}")
     full = "-".join(parts)
     name = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in full)
     if len(name) <= LONGEST_NAME:
         return name
     return f"{name[:LONGEST_NAME]}-{hashlib.sha256(full.encode()).hexdigest()[:8]}"
+
+
+def _canonical(value: Any, written: str) -> str:
+    """A config value as text, equal for equal values; `written` for a group, of which the text is the preset's name."""
+    if value is None or isinstance(value, DictConfig):
+        return written
+    if isinstance(value, ListConfig):
+        return f"[{','.join(_canonical(item, str(item)) for item in value)}]"
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        return f"{value:g}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def swept_keys(arguments: Sequence[str]) -> list[str]:
+    """The keys to which a sweep's command line gives several values, e.g. ["ffn.l1.coef"]."""
+    parser = OverridesParser.create()
+    overrides = parser.parse_overrides([a for a in arguments if "=" in a and not a.startswith("-")])
+    return [override.key_or_group for override in overrides if override.is_sweep_override()]
+
+
+def command_to_go_on(name: str, overrides: Sequence[str]) -> str:
+    """The arguments that train a finished run further; its name is quoted for Hydra, which may read it otherwise."""
+    length = ("name=", "steps=", "tokens=", "resume=")
+    kept = [override for override in overrides if not override.startswith(length)]
+    quoted = f'name="{name}"'
+    return f"{shlex.join([*kept, quoted])} steps=N"
 
 
 def open_run(

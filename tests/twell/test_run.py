@@ -11,7 +11,7 @@ from tests.training import compose_config
 from twell import checkpoint
 from twell.config import ConfigError
 from twell.errors import UserError
-from twell.run import Progress, describe_run, open_run, run_name
+from twell.run import Progress, describe_run, open_run, run_name, swept_keys
 
 BYTES = ByteTokenizer()
 
@@ -30,7 +30,43 @@ def save_checkpoint(cfg, run, step=3):
 def test_the_same_command_gives_the_same_name():
     overrides = ["optim.lr=1e-3", "ffn=dense_relu", "seed=7", "wandb.mode=disabled", "eval.interval=3"]
     cfg = compose_config(*overrides)
-    assert run_name(cfg, overrides) == run_name(cfg, overrides[::-1]) == "nano-dense_relu-stdlib-optim.lr=1e-3-seed=7"
+    assert run_name(cfg, overrides) == run_name(cfg, overrides[::-1]) == "nano-dense_relu-stdlib-optim.lr=0.001-seed=7"
+
+
+@pytest.mark.parametrize(
+    ("spellings", "part"),
+    [
+        (["ffn.l1.coef=3e-4", "ffn.l1.coef=0.0003", "ffn.l1.coef=0.30e-3"], "ffn.l1.coef=0.0003"),
+        (["ffn.l1.coef=0", "ffn.l1.coef=0.0"], "ffn.l1.coef=0"),
+        (["optim.lr=0.123456789"], "optim.lr=0.123456789"),
+        (["steps=1000", "steps=1_000"], "steps=1000"),
+        (["compile=true", "compile=True"], "compile=true"),
+        (["ffn.l1.layer_weights=[1,2,1,1e-1]", "ffn.l1.layer_weights=[1.0, 2, 1, 0.1]"], "_1_2_1_0.1_"),
+        (["data.tokenizer=gpt2", "data.tokenizer='gpt2'"], "data.tokenizer=gpt2"),
+        (["optim=muon"], "optim=muon"),
+        (["tokens=null"], "tokens=null"),
+    ],
+)
+def test_a_value_has_one_name_however_it_is_written(spellings, part):
+    (name,) = {run_name(compose_config(spelling), [spelling]) for spelling in spellings}
+    assert name.endswith(part)
+
+
+def test_a_name_that_looks_like_a_number_stays_as_it_is_written():
+    for name in ("1e5", "007", "1_000", "true"):
+        assert run_name(compose_config(f"name={name}"), [f"name={name}"]) == name
+    assert run_name(compose_config('name="a=1"'), ['name="a=1"']) == "a=1"
+
+
+def test_the_runs_of_a_sweep_cannot_share_a_name():
+    cfg = compose_config("name=a")
+    with pytest.raises(ConfigError, match=r"name=a in a sweep: .* out=runs/a"):
+        run_name(cfg, ["name=a", "seed=1"], sweep=["seed"])
+    assert run_name(cfg, ["name=a"], sweep=["name"]) == "a"
+    assert swept_keys(["-m", "name=a", "seed=1,2", "ffn.l1.layer_weights=[1,2]", "optim=adamw,muon"]) == [
+        "seed",
+        "optim",
+    ]
 
 
 def test_a_name_given_is_the_name():
@@ -40,13 +76,14 @@ def test_a_name_given_is_the_name():
 
 
 def test_paths_in_overrides_make_a_valid_folder_name():
-    name = run_name(compose_config(), ["data.paths=[/some/where/*.txt]"])
+    override = "data.paths=[/some/where/*.txt]"
+    name = run_name(compose_config(override), [override])
     assert "/" not in name and "*" not in name
 
 
 def test_long_names_are_cut_but_stay_different():
-    cfg = compose_config()
-    a, b = (run_name(cfg, [f"data.paths=[{'x' * 300}]", f"seed={seed}"]) for seed in (1, 2))
+    overrides = [[f"data.paths=[{'x' * 300}]", f"seed={seed}"] for seed in (1, 2)]
+    a, b = (run_name(compose_config(*each), each) for each in overrides)
     assert a != b and len(a) < 120
 
 
