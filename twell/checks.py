@@ -75,8 +75,9 @@ AT_LEAST = {
     "profile": 0,
     "seed": 0,
 }
+AT_MOST = {"ffn.l1.coef": 1e6, "ffn.l1.decay_to": 1e6}  # far above anything that trains, far below where fp32 ends
 POSITIVE = ("model.norm_eps", "model.rope_theta")
-SEEDS = 2**63
+INTEGERS = 2**63  # what a tensor can hold
 
 
 def validate(cfg: Config, world_size: int = 1) -> None:
@@ -139,11 +140,14 @@ def _check_values(cfg: Config) -> None:
         value = OmegaConf.select(cfg, key)
         if value is not None and not least <= value < math.inf:
             raise ConfigError(f"{key}={value}: must be at least {least} and finite")
+        if isinstance(value, int) and value >= INTEGERS:
+            raise ConfigError(f"{key}={value}: must be below 2^63")
+    for key, most in AT_MOST.items():
+        if OmegaConf.select(cfg, key) > most:
+            raise ConfigError(f"{key}={OmegaConf.select(cfg, key)}: must be at most {most:g}")
     for key in POSITIVE:
         if not 0 < OmegaConf.select(cfg, key) < math.inf:
             raise ConfigError(f"{key}={OmegaConf.select(cfg, key)}: must be above 0 and finite")
-    if cfg.seed >= SEEDS:
-        raise ConfigError(f"seed={cfg.seed}: must be below 2^63")
     for key, value in (
         ("data.val_fraction", cfg.data.val_fraction),
         ("optim.betas[0]", cfg.optim.betas[0] if len(cfg.optim.betas) == 2 else None),
@@ -176,7 +180,7 @@ def _check_model(cfg: Config) -> None:
 def _check_l1(cfg: Config) -> None:
     l1, kind = cfg.ffn.l1, cfg.ffn.kind
     if kind.startswith("dense"):
-        for key in ("coef", "target_l0"):
+        for key in ("coef", "target_l0", "start_step", "decay_step", "layer_weights"):
             if l1[key]:
                 raise ConfigError(
                     f"ffn.l1.{key}={l1[key]} with ffn.kind={kind}: L1 needs ffn=sparse or sparse_nongated"
@@ -186,6 +190,16 @@ def _check_l1(cfg: Config) -> None:
         raise ConfigError(
             f"ffn.dead.remedy={remedy} with ffn.kind={kind}: nothing there that it could act on; use none"
         )
+    if remedy == "warmup" and cfg.optim.schedule.warmup == 0:
+        raise ConfigError(
+            "ffn.dead.remedy=warmup with optim.schedule.warmup=0: the penalty waits as long as the learning rate warms "
+            "up; give that a length, or use ffn.l1.start_step and ffn.l1.warmup_steps"
+        )
+    for key in ("decay_steps", "decay_to"):
+        if l1[key] and l1.decay_step is None:
+            raise ConfigError(
+                f"ffn.l1.{key}={l1[key]} needs ffn.l1.decay_step=N, the step from which the penalty decays"
+            )
     weights = list(l1.layer_weights)
     if weights and (len(weights) != cfg.model.n_layers or not all(0 <= w < math.inf for w in weights)):
         raise ConfigError(
@@ -205,6 +219,8 @@ def _check_l1(cfg: Config) -> None:
         raise ConfigError(
             f"ffn.l1.decay_step={l1.decay_step} with ffn.l1.target_l0: the controller would undo the decay"
         )
+    if weights and not any(weights):
+        raise ConfigError(f"ffn.l1.layer_weights={weights} with ffn.l1.target_l0: no layer is left to steer")
     if l1.per_layer and weights:
         raise ConfigError("ffn.l1.layer_weights with ffn.l1.per_layer=true: each layer's coefficient is found anyway")
 
