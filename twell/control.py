@@ -11,8 +11,8 @@ with slope y', will end at y + T y' if c stays. The controller compares this end
     d(log c)/dt = clamp(GAIN (y + T y' - log target), -1, 1) / T
 
 While L0 still falls from half of all neurons to a few, it waits; near the target it closes the error at rate GAIN / T.
-T is ffn.l1.response_steps: by default a tenth of the schedule, and at most LONGEST_RESPONSE. A model as slow as that, or
-faster, comes down to the target; one three times as slow passes it by a quarter before it returns.
+T is ffn.l1.response_steps: by default a tenth of the schedule, and at most LONGEST_RESPONSE. A model as slow as that,
+or faster, comes down to the target; one three times as slow passes it by a quarter before it returns.
 
 Time t counts steps. Those of the learning rate's warm-up count as the share of the peak that they are trained with, for
 they move the weights that much less. Those of its decay count fully: L0 falls in them because updates become less
