@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twell.config import ConfigError
-from twell.errors import UserError, first_line
+from twell.errors import UserError, first_few, first_line
 from twell.ffn import FFN, SparseFFN
 from twell.generate import load_run
 
@@ -123,8 +123,8 @@ def _check_weights(folder: Path, found: dict[str, Any]) -> None:
     kinds = {"missing": found["missing_keys"], "of another shape": mismatched, "unknown": unexpected}
     for kind, keys in kinds.items():
         if keys:
-            more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-            raise UserError(f"hf={folder}: not the weights that config.json describes; {kind}: {min(keys)}{more}")
+            named = first_few(sorted(keys), most=1)
+            raise UserError(f"hf={folder}: not the weights that config.json describes; {kind}: {named}")
 
 
 def _last_product(folder: Path, layer: nn.Module) -> nn.Module:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from twell.errors import first_few
 from twell.hf.config import InterchangeError, Layout
 
-SHOWN = 5  # names in an error message
 IGNORED = ("rotary_emb.inv_freq",)  # saved by old versions; it follows from the config
 
 
@@ -100,8 +100,7 @@ def check_names(shapes: dict[str, tuple[int, ...]], layout: Layout) -> Layout:
     wrong = [f"{n} is {list(shapes[n])}, not {list(s)}" for n, s in expected.items() if n in shapes and shapes[n] != s]
     for problem, names in (("missing tensors", missing), ("unknown tensors", extra), ("wrong shapes", wrong)):
         if names:
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            raise InterchangeError(f"{problem} for what config.json describes: {', '.join(names[:SHOWN])}{more}")
+            raise InterchangeError(f"{problem} for what config.json describes: {first_few(names)}")
     return layout
 
 

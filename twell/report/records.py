@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from twell.config import Config
-from twell.errors import first_line
+from twell.errors import first_few, first_line
 
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
@@ -29,8 +29,7 @@ NUMBERS = {
 NUMBERED = re.compile(r"sparsity/(?:l0/layer|route/layer|l0_part/part)_(\d+)")
 MOST_DIGITS = 3  # of such a number: no model has 1000 layers, and a table gets a row for each
 TABLES = {"sparsity/tokens_most", "sparsity/tokens_fewest"}
-LISTED = 5  # things that a remark names
-LONGEST_LISTED = 80  # characters of one
+LONGEST_LISTED = 80  # characters of a thing that a remark names
 # Whatever reading a YAML file raises, from the disk to the depth of its nesting
 YAML_ERRORS = (OSError, ValueError, RecursionError, YAMLError, OmegaConfBaseException)
 
@@ -157,8 +156,6 @@ def printable(text: str) -> str:
 
 
 def listed(things: Iterable[Any]) -> str:
-    """The first of some things, and how many more there are."""
+    """The first of some things, each cut to a length that can be read, and how many more there are."""
     texts = [printable(str(thing)) for thing in things]
-    texts = [text if len(text) <= LONGEST_LISTED else f"{text[:LONGEST_LISTED]}…" for text in texts]
-    more = f" and {len(texts) - LISTED} more" if len(texts) > LISTED else ""
-    return ", ".join(texts[:LISTED]) + more
+    return first_few([text if len(text) <= LONGEST_LISTED else f"{text[:LONGEST_LISTED]}…" for text in texts])
