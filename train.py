@@ -110,6 +110,7 @@ def train(cfg: Config, closing: ExitStack) -> None:
     per_unit = cfg.batch.tokens if cfg.optim.schedule.unit == "steps" else 1  # tokens
     first_length = resumed["horizon_tokens"] if resumed else steps * cfg.batch.tokens
     horizon = cfg.optim.schedule.horizon or first_length // per_unit
+    horizon_tokens = horizon * per_unit
     schedule = Schedule(cfg.optim.schedule, horizon)
 
     # ---- Batches: the tokens of a step depend on (seed, step) alone; validation windows are always the same.
@@ -127,7 +128,7 @@ def train(cfg: Config, closing: ExitStack) -> None:
         force_firing(model, cfg.forced_nnz, sample.to(ranks.device), masters=weights.masters)
 
     # ---- Sparsity: the penalty's coefficients, what is counted, and the dead neurons.
-    penalty = L1Control(cfg, ranks.device, horizon_steps=horizon * per_unit // cfg.batch.tokens)
+    penalty = L1Control(cfg, ranks.device, horizon_steps=horizon_tokens // cfg.batch.tokens)
     meter = SparsityMeter(cfg.model.n_layers, cfg.ffn.d_ff, cfg.model.seq_len, ranks.device)
     neurons = DeadNeurons(cfg.ffn.dead, cfg.model.n_layers, cfg.ffn.d_ff, ranks.device)
     has_zeros = cfg.ffn.kind != "dense_silu"
@@ -168,7 +169,7 @@ def train(cfg: Config, closing: ExitStack) -> None:
         log(f"resuming from step {at.step}")
     elif cfg.init is not None:
         log(f"starting from the weights of {cfg.init}")
-    if horizon * per_unit != steps * cfg.batch.tokens:
+    if horizon_tokens != steps * cfg.batch.tokens:
         log(f"the schedule ends at {horizon} {cfg.optim.schedule.unit}; optim.schedule.horizon=N changes that")
     reference = resumed["reference"] if resumed else None
     if reference is None:  # what counting reaches on the validation windows of all ranks
@@ -278,15 +279,8 @@ def train(cfg: Config, closing: ExitStack) -> None:
                 values |= meter.summary() | neurons.summary() | routing.metrics()
             values["perf/executed_flops"] = executed_share(model, values)
             tracker.record(at.step, at.tokens, values)
-            log(
-                console_line(
-                    at.step,
-                    steps,
-                    values,
-                    eta_seconds=(steps - at.step) * seconds / n_steps,
-                    target_l0=cfg.ffn.l1.target_l0,
-                )
-            )
+            eta = (steps - at.step) * seconds / n_steps
+            log(console_line(at.step, steps, values, eta_seconds=eta, target_l0=cfg.ffn.l1.target_l0))
             totals.zero_()
             meter.reset()
             waited = loader.wait_seconds
@@ -314,7 +308,7 @@ def train(cfg: Config, closing: ExitStack) -> None:
             meta = {
                 "config": OmegaConf.to_container(cfg, resolve=True),
                 "progress": asdict(at),
-                "horizon_tokens": horizon * per_unit,
+                "horizon_tokens": horizon_tokens,
                 "loader": loader.state_dict(),
                 "tokenizer": tokenizer.identity,
                 "reference": reference,

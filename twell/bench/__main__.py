@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
         return 2
     command = importlib.import_module(COMMANDS[arguments[0]])
     try:
-        command.run(parse_arguments(arguments[1:], command.Options, command.__doc__.strip()))
+        command.run(parse_arguments(arguments[1:], command.Options, command.__doc__))
     except (UserError, OmegaConfBaseException) as error:
         print(f"error: {explain(error)}", file=sys.stderr)
         return 2

@@ -2,12 +2,12 @@
 
 import glob
 import itertools
+import math
 import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -75,7 +75,7 @@ def _by_start(folders: Iterable[Path]) -> list[Path]:
                 row, _ = read_record(file.readline())
         except OSError:  # said where the rest is read
             row = None
-        return (row or {}).get("time", np.inf)
+        return (row or {}).get("time", math.inf)
 
     return sorted(folders, key=start)
 
