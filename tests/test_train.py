@@ -15,7 +15,16 @@ import torch
 
 import train
 from data.loader import IGNORE, Loader
-from tests.training import compose_config, forward_with_nan, losses, read_metrics, tiny_overrides, train_tiny, wait_for
+from tests.training import (
+    compose_config,
+    forward_with_nan,
+    losses,
+    read_metrics,
+    run_main,
+    tiny_overrides,
+    train_tiny,
+    wait_for,
+)
 from twell import checkpoint
 from twell.errors import UserError
 from twell.model import Transformer
@@ -24,15 +33,6 @@ from twell.tracking import METRICS
 
 ROOT = Path(train.__file__).parent
 # About 100 training sequences, 8 a step: an epoch has 12 steps or so.
-
-
-@pytest.fixture(autouse=True)
-def signal_handlers():
-    """train.py installs handlers; the test process gets its own back."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def final_weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
@@ -175,10 +175,10 @@ def test_a_finished_run_says_how_it_is_trained_on(tmp_path, capsys):
     """The printed arguments work as they are, for a name made from overrides, too."""
     overrides = tiny_overrides(tmp_path, "steps=3", "seed=7")
     for _ in range(2):
-        train.main.__wrapped__(compose_config(*overrides))
+        run_main(*overrides)
     (line,) = (line for line in capsys.readouterr().out.splitlines() if "trains on to step N" in line)
     arguments = shlex.split(line.partition(" trains on")[0].replace("steps=N", "steps=5"))
-    train.main.__wrapped__(compose_config(*arguments))
+    run_main(*arguments)
     (run,) = (tmp_path / "runs").iterdir()
     assert "batch.tokens=256" in run.name and list(losses(read_metrics(run))) == [1, 2, 3, 4, 5]
 

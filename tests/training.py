@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from omegaconf import DictConfig, open_dict
 
 import train
 from twell.config import CONFIG_DIR, register
+from twell.faults import SIGNALS
 from twell.model import Transformer
 
 TINY = [
@@ -81,16 +83,24 @@ def tiny_overrides(folder: Path, *overrides: str) -> list[str]:
     return [*TINY, f"data.paths=[{tiny_text(folder)}]", f"data.dir={folder}/datasets", f"out={folder}/runs", *overrides]
 
 
+def run_main(*overrides: str) -> None:
+    """`python train.py OVERRIDES` in this process, which then gets its own signal handlers back."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        train.main.__wrapped__(compose_config(*overrides))
+    except SystemExit as end:
+        assert end.code == 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def train_tiny(folder: Path, *overrides: str) -> list[dict]:
     """Train below `folder` (same folder = same data); returns the records of metrics.jsonl.
 
     `name=...` must be among the overrides.
     """
-    all_overrides = tiny_overrides(folder, *overrides)
-    try:
-        train.main.__wrapped__(compose_config(*all_overrides))
-    except SystemExit as end:
-        assert end.code == 0
+    run_main(*tiny_overrides(folder, *overrides))
     return read_metrics(folder / "runs" / next(o for o in overrides if o.startswith("name=")).removeprefix("name="))
 
 
