@@ -1,8 +1,11 @@
 """Starts tiny training runs on several ranks, as torchrun does."""
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import train
@@ -23,17 +26,29 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
-def start_ranks(folder: Path, n_ranks: int, *jobs: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen:
+@contextlib.contextmanager
+def start_ranks(folder: Path, n_ranks: int, *jobs: str, launcher: tuple[str, ...] = ()) -> Iterator[subprocess.Popen]:
+    """The launcher; whatever becomes of the test, nothing goes on running."""
     arguments = command(folder, n_ranks, *jobs, launcher=launcher)
-    return subprocess.Popen(
-        arguments, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(arguments, env=environment(), cwd=ROOT, **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+            kill_ranks(folder)  # torchrun gives each a session of its own: they outlive it
+
+
+def kill_ranks(folder: Path) -> None:
+    for rank in processes_of(folder):
+        with contextlib.suppress(ProcessLookupError):  # it has ended since, as ranks do when another one is gone
+            os.kill(rank, signal.SIGKILL)
 
 
 def run_ranks(folder: Path, n_ranks: int, *jobs: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
     """Run to the end; stdout and stderr are captured."""
-    process = start_ranks(folder, n_ranks, *jobs, launcher=launcher)
-    out, err = process.communicate(timeout=300)
+    with start_ranks(folder, n_ranks, *jobs, launcher=launcher) as process:
+        out, err = process.communicate(timeout=300)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 

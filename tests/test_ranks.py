@@ -1,6 +1,5 @@
 """Whole runs on several ranks (gloo): the same numbers as on one, and what happens when things go wrong."""
 
-import functools
 import os
 import random
 import shutil
@@ -11,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import training
-from tests.ranks import processes_of, run_ranks, start_ranks
-from tests.training import losses, read_metrics, train_tiny
+from tests.ranks import kill_ranks, processes_of, run_ranks, start_ranks
+from tests.training import losses, read_metrics, train_tiny, wait_for
 from twell import checkpoint
 
 pytestmark = pytest.mark.slow
@@ -102,10 +100,11 @@ def test_a_nan_on_one_rank_is_seen_by_all(tmp_path):
     assert [r["train/skipped_steps"] for r in records] == [0, 0, 1, 1, 1] and records[-1]["train/loss"] > 0
 
 
-LONG = "name=a steps=100000 optim.schedule.horizon=100 batch.micro=1 checkpoint.interval=10 checkpoint.keep=3"
-
-
-wait_for = functools.partial(training.wait_for, seconds=120)  # several processes start more slowly than one
+# Few lines: nobody reads the pipe that they go to before the end.
+LONG = (
+    "name=a steps=100000 optim.schedule.horizon=100 batch.micro=1 checkpoint.interval=10 checkpoint.keep=3 "
+    "log.interval=50"
+)
 
 
 def steps_saved(folder: Path) -> list[int]:
@@ -114,50 +113,49 @@ def steps_saved(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_one_rank_stops_all_in_order(tmp_path, number):
-    process = start_ranks(tmp_path, 2, f"{LONG} parallel=fsdp")
-    wait_for(lambda: steps_saved(tmp_path), process)
-    os.kill(processes_of(tmp_path)[1], number)
-    out, err = process.communicate(timeout=60)
+    with start_ranks(tmp_path, 2, f"{LONG} parallel=fsdp") as process:
+        wait_for(lambda: steps_saved(tmp_path), process)
+        os.kill(processes_of(tmp_path)[1], number)
+        out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert f"stopped at step {steps_saved(tmp_path)[-1]} of 100000" in out
 
 
 def test_a_killed_rank_ends_the_others_and_torchrun_starts_all_again(tmp_path):
-    process = start_ranks(tmp_path, 2, f"{LONG} stop_timeout=5", launcher=("--max-restarts=1",))
-    wait_for(lambda: steps_saved(tmp_path), process)
-    before = processes_of(tmp_path)
-    os.kill(before[1], signal.SIGKILL)
-    wait_for(lambda: not set(before) & set(processes_of(tmp_path)), process)
-    saved = steps_saved(tmp_path)[-1]
-    wait_for(lambda: steps_saved(tmp_path)[-1] > saved, process)
-    os.kill(processes_of(tmp_path)[0], signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    with start_ranks(tmp_path, 2, f"{LONG} stop_timeout=20", launcher=("--max-restarts=1",)) as process:
+        wait_for(lambda: steps_saved(tmp_path), process)
+        before = processes_of(tmp_path)
+        os.kill(before[1], signal.SIGKILL)
+        wait_for(lambda: not set(before) & set(processes_of(tmp_path)), process)
+        saved = steps_saved(tmp_path)[-1]
+        wait_for(lambda: steps_saved(tmp_path)[-1] > saved, process)
+        os.kill(processes_of(tmp_path)[0], signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert "another rank is gone or does not answer" in err and "resuming from step" in out
 
 
 def test_a_rank_that_hangs_is_named_within_the_timeout(tmp_path):
-    process = start_ranks(tmp_path, 2, f"{LONG} parallel.timeout=4")
-    wait_for(lambda: steps_saved(tmp_path), process)
-    stuck = processes_of(tmp_path)[1]
-    os.kill(stuck, signal.SIGSTOP)
-    wait_for(lambda: stuck not in processes_of(tmp_path) or process.poll() is not None, process, seconds=90)
-    _, err = process.communicate(timeout=60)
+    with start_ranks(tmp_path, 2, f"{LONG} parallel.timeout=10") as process:
+        wait_for(lambda: steps_saved(tmp_path), process)
+        stuck = processes_of(tmp_path)[1]
+        os.kill(stuck, signal.SIGSTOP)
+        wait_for(lambda: stuck not in processes_of(tmp_path) or process.poll() is not None, process)
+        _, err = process.communicate(timeout=60)
     assert process.returncode != 0 and "other ranks are gone or stuck" in err
-    assert "4 s without progress (parallel.timeout)" in err and "Furthest behind: rank" in err
+    assert "10 s without progress (parallel.timeout)" in err and "Furthest behind: rank" in err
 
 
 def test_kills_at_any_moment_leave_a_checkpoint_to_go_on_from(tmp_path):
     """Ten times: kill all ranks at a random moment, many of them within a save, and start again."""
     moments = random.Random(0)
-    saved, job = 0, f"{LONG} checkpoint.interval=2 checkpoint.keep=2 log.interval=50"
+    saved, job = 0, f"{LONG} checkpoint.interval=2 checkpoint.keep=2"
     for _ in range(10):
-        process = start_ranks(tmp_path, 2, job)
-        wait_for(lambda saved=saved: steps_saved(tmp_path)[-1:] > [saved], process)
-        time.sleep(moments.uniform(0, 0.5))
-        for rank in processes_of(tmp_path):
-            os.kill(rank, signal.SIGKILL)
-        process.communicate(timeout=60)
+        with start_ranks(tmp_path, 2, job) as process:
+            wait_for(lambda saved=saved: steps_saved(tmp_path)[-1:] > [saved], process)
+            time.sleep(moments.uniform(0, 0.5))
+            kill_ranks(tmp_path)
+            process.communicate(timeout=60)
         assert steps_saved(tmp_path)[-1] > saved
         saved = steps_saved(tmp_path)[-1]
     done = run_ranks(tmp_path, 2, f"{job} steps={saved + 3}")
