@@ -1,5 +1,4 @@
 import threading
-import time
 
 import pytest
 import torch
@@ -68,7 +67,7 @@ def test_old_ones_go_only_when_the_new_one_is_there(tmp_path, tensors, monkeypat
 
     monkeypatch.setattr(checkpoint.dcp, "save", fail)
     save(writer, 4, keep=1, best=1)
-    time.sleep(0.2)
+    writer._thread.join()
     writer.before_update()
     assert checkpoint.valid_steps(tmp_path) == [1, 3]
     assert "NOT saved" in lines[-1] and "the disk is gone" in lines[-1] and "training goes on" in lines[-1]
