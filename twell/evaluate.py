@@ -25,7 +25,7 @@ from data.loader import Batch, validation_batches
 from data.prepare import prepare
 from data.prepared import META, PreparedData, open_prepared
 from data.tokenizer import Tokenizer
-from twell import parallel, tracking
+from twell import parallel
 from twell.arguments import check_values, parse_arguments, run_command
 from twell.config import Config, ConfigError
 from twell.errors import first_line
@@ -34,6 +34,7 @@ from twell.generate import device_named, load_run
 from twell.measures import ValidationSparsity
 from twell.model import Transformer
 from twell.routing import Routing
+from twell.tracking import start_wandb
 
 
 @torch.no_grad()
@@ -209,7 +210,7 @@ def _to_wandb(run: Path, trained: Config, meta: dict[str, Any], results: dict[st
     numbers = results["validation"] | results["tasks"]
     if meta["wandb_id"] is None or not numbers:
         return
-    handle = tracking.start_wandb(trained, run, meta["wandb_id"], print)
+    handle = start_wandb(trained, run, meta["wandb_id"], tags=None, log=print)
     if handle is None:
         return
     try:

@@ -175,7 +175,9 @@ class Tracker:
         self._log_file = open(run / "train.log", "a")  # noqa: SIM115 - open as long as the run
         self._bar_shown = self._disk_failed = False
         self._metrics_file = _open_metrics(run / "metrics.jsonl", step, self.print)
-        self.wandb = start_wandb(cfg, run, wandb_id, swept, self.print)
+        tags = [cfg.model.name, cfg.ffn.kind, cfg.data.name, cfg.optim.kind, *cfg.wandb.tags]
+        tags += [f"sweep:{key}"[:LONGEST_TAG] for key in swept]
+        self.wandb = start_wandb(cfg, run, wandb_id, tags, self.print)
         if self.wandb is not None:
             self.wandb_id = self.wandb.id
 
@@ -344,8 +346,13 @@ def _step_of(line: bytes) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def start_wandb(cfg: Config, run: Path, wandb_id: str | None, swept: Sequence[str], log: Callable[[str], None]) -> Any:
-    """A wandb run, or None; says once, in one line, what it decided. Never prompts, never stops the run."""
+def start_wandb(
+    cfg: Config, run: Path, wandb_id: str | None, tags: Sequence[str] | None, log: Callable[[str], None]
+) -> Any:
+    """A wandb run, or None; says once, in one line, what it decided. Never prompts, never stops the run.
+
+    tags: replace those of an entry that exists; None leaves them.
+    """
     mode = cfg.wandb.mode
     if mode == "disabled":
         return None
@@ -368,10 +375,7 @@ def start_wandb(cfg: Config, run: Path, wandb_id: str | None, swept: Sequence[st
         "project": cfg.wandb.project,
         "entity": cfg.wandb.entity,
         "group": cfg.wandb.group or f"{cfg.model.name}-{cfg.data.name}",
-        "tags": [
-            *(cfg.model.name, cfg.ffn.kind, cfg.data.name, cfg.optim.kind, *cfg.wandb.tags),
-            *(f"sweep:{key}"[:LONGEST_TAG] for key in swept),
-        ],
+        "tags": tags,
         "config": OmegaConf.to_container(cfg, resolve=True),
     }
     for attempt in dict.fromkeys([mode, "offline"]):

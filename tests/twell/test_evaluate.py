@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import wandb
 
 from data import DataError
 from data.loader import validation_batches
@@ -15,7 +16,7 @@ from data.prepared import open_prepared
 from data.tokenizer import END_OF_TEXT, BPETokenizer, ByteTokenizer
 from tests.twell.exchange import byte_set, save_run
 from tests.twell.small import build, ffn_config, model_config
-from twell import checkpoint, tracking
+from twell import checkpoint
 from twell.config import ConfigError
 from twell.errors import UserError
 from twell.evaluate import EvaluateConfig, compute_densely, evaluate, main
@@ -87,17 +88,22 @@ def test_numbers_go_into_the_summary_of_the_runs_wandb_entry(tmp_path, monkeypat
 
     class Entry:
         summary: dict = {}
+        dir = str(tmp_path)
+
+        def define_metric(self, *args, **options):
+            pass
 
         def finish(self):
             started.append("finished")
 
-    def start(cfg, run, wandb_id, log):
-        started.append((cfg.model.name, run.name, wandb_id))
+    def init(**options):
+        started.append(tuple(options[key] for key in ("id", "resume", "name", "tags")))
         return Entry()
 
-    monkeypatch.setattr(tracking, "start_wandb", start)
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setenv("WANDB_MODE", "offline")
     ((name, values),) = evaluate(EvaluateConfig(run=str(run), data=str(data), tokens=50))["validation"].items()
-    assert started == [("small", "run", "abc"), "finished"]
+    assert started == [("abc", "allow", "run", None), "finished"]  # no tags: it keeps its own
     assert Entry.summary == {f"eval/{name}/{key}": value for key, value in values.items()}
 
 
