@@ -2,7 +2,7 @@
 
     python -m twell.evaluate run=runs/NAME                                      # loss on the validation split
     python -m twell.evaluate run=runs/NAME data=datasets/FOLDER                 # on that of another prepared data set
-    python -m twell.evaluate run=runs/NAME tasks=[hellaswag,mine/task.yaml] n_fewshot=5
+    python -m twell.evaluate run=runs/NAME 'tasks=[hellaswag,mine/task.yaml]' n_fewshot=5
 
 Each result is printed and written to runs/NAME/eval/step-00001000.json as soon as it is there, beside those of earlier
 evaluations of the same checkpoint: its name says on how many tokens, with how many questions and examples. In the end
