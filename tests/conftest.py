@@ -12,6 +12,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """A test draws the same numbers whatever ran before it, alone or among others."""
+    torch.manual_seed(0)
+
+
 def pytest_configure() -> None:
     """Say once what the interpreter would say in every test of a kernel."""
     if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:

@@ -1,12 +1,7 @@
-"""Kernel tests run on the GPU if there is one, else in Triton's interpreter on CPU tensors."""
-
-import os
+"""Kernel tests run on the GPU if there is one, else in Triton's interpreter (tests/conftest.py) on CPU tensors."""
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined: before any test module is imported
 
 
 @pytest.fixture
