@@ -101,15 +101,19 @@ def _check_parallel(cfg: Config, world_size: int) -> None:
         for key, unset in (("shard_size", None), ("shard_gradients", False)):
             if p[key] != unset:
                 raise ConfigError(
-                    f"parallel.{key}={p[key]} with parallel.mode=ddp: only zero1 and fsdp divide anything"
+                    f"parallel.{key}={p[key]} with parallel.mode=ddp, which divides nothing; use parallel=zero1 or fsdp"
                 )
         return
     if p.shard_size is not None and world_size > 1 and world_size % p.shard_size:
-        raise ConfigError(f"parallel.shard_size={p.shard_size} does not divide WORLD_SIZE={world_size}")
+        raise ConfigError(
+            f"parallel.shard_size={p.shard_size} does not divide WORLD_SIZE={world_size}; use a divisor, or null"
+        )
     if cfg.optim.kind == "muon":
         raise ConfigError(f"optim=muon with parallel.mode={p.mode}: Muon needs whole matrices; use parallel=ddp")
     if cfg.forced_nnz is not None:
-        raise ConfigError(f"forced_nnz={cfg.forced_nnz} with parallel.mode={p.mode}: needs whole matrices; use ddp")
+        raise ConfigError(
+            f"forced_nnz={cfg.forced_nnz} with parallel.mode={p.mode}: needs whole matrices; use parallel=ddp"
+        )
 
 
 def _check_machine(cfg: Config, world_size: int) -> None:
@@ -171,7 +175,9 @@ def _check_model(cfg: Config) -> None:
             f"model.d_model={m.d_model} model.n_heads={m.n_heads}: d_model must be n_heads times an even head width"
         )
     if m.n_heads % m.n_kv_heads:
-        raise ConfigError(f"model.n_kv_heads={m.n_kv_heads} does not divide model.n_heads={m.n_heads}")
+        raise ConfigError(
+            f"model.n_kv_heads={m.n_kv_heads} does not divide model.n_heads={m.n_heads}; use a divisor of it"
+        )
     dense = cfg.ffn.kind.startswith("dense")
     if dense and cfg.ffn.impl == "triton":
         raise ConfigError(f"ffn.impl=triton with ffn.kind={cfg.ffn.kind}: only the sparse kinds have Triton kernels")
