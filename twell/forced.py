@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.synthetic import FiringLaw
+from twell.errors import UserError
 from twell.ffn import FFN
 from twell.model import Transformer
 
@@ -51,7 +52,7 @@ def force_firing(
         token_sigma: log-normal deviation of a token id's expected number of firing neurons.
         masters: fp32 copies of the parameters under the same names, which get the new values, too.
 
-    Returns the mean number on `tokens`, by layer. Raises ValueError if a layer cannot be fitted.
+    Returns the mean number on `tokens`, by layer. Raises UserError if a layer cannot be fitted.
     """
     law = FiringLaw(mean_nnz, token_sigma=token_sigma)
     generator = torch.Generator().manual_seed(len(model.blocks))
@@ -104,4 +105,7 @@ def _fit(ffn: FFN, x: Tensor, law: FiringLaw, seed: int) -> float:
         if abs(reached / law.mean_nnz - 1) < TOLERANCE:
             return reached
         asked *= law.mean_nnz / max(reached, law.mean_nnz / 4)
-    raise ValueError(f"cannot force {law.mean_nnz:g} of {len(weight)} neurons to fire: layer {seed} has {reached:.3g}")
+    raise UserError(
+        f"forced sparsity: cannot make {law.mean_nnz:g} of {len(weight)} neurons fire per token (layer {seed} has "
+        f"{reached:.3g}); ask for another number, of a few at least"
+    )

@@ -8,6 +8,7 @@ from tests.twell.small import ffn_config, model_config
 from twell.checkpoint import valid_steps
 from twell.checks import validate
 from twell.config import ConfigError
+from twell.errors import UserError
 from twell.forced import force_firing
 from twell.model import Transformer
 
@@ -91,7 +92,7 @@ def test_bf16_and_query_norms():
 
 
 def test_what_cannot_be_forced_is_refused():
-    with pytest.raises(ValueError, match="cannot force 120 of 160 neurons to fire: layer 0 has"):
+    with pytest.raises(UserError, match=r"cannot make 120 of 160 neurons fire per token \(layer 0 has .* another number"):
         force_firing(build("sparse"), 120, ids(0))
 
 
