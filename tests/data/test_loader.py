@@ -198,7 +198,10 @@ def test_an_error_in_the_background_thread_reaches_the_caller(make_set, stream, 
 
 
 def test_memory_stays_flat_over_10000_batches(make_set):
-    """Peak resident memory; the warm-up touches every page of the set, so that mapped pages do not count as growth."""
+    """Peak resident memory; the warm-up touches every page of the set, so that mapped pages do not count as growth.
+
+    A batch has 10 KB: 100 MB if each were kept.
+    """
     prepared = make_set([np.tile(np.arange(256), 1000)])
     loader = Loader(prepared, seq_len=64, batch_sequences=8, micro=4, mask_documents=True)
     for _ in range(1000):
@@ -207,4 +210,4 @@ def test_memory_stays_flat_over_10000_batches(make_set):
     for _ in range(10_000):
         loader.next()
     loader.close()
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2048
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16_384
