@@ -244,6 +244,9 @@ def _summary(meta: dict) -> str:
 
 @hydra_main
 def main(cfg: Config) -> None:
+    from twell.checks import validate  # imports torch, which preparing does without
+
+    validate(cfg)
     prepare(cfg.data, val_tokens=cfg.eval.tokens)
 
 

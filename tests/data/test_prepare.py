@@ -428,6 +428,8 @@ def test_command_line(tmp_path):
     assert good.returncode == 0 and "prepared 1 train documents" in good.stdout
     bad = subprocess.run([*command, f"data.paths=[{tmp_path}/y.jsonl]"], cwd=ROOT, capture_output=True, text=True)
     assert bad.returncode == 2 and "y.jsonl: no such file or folder" in bad.stderr and "Traceback" not in bad.stderr
+    none = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert none.returncode == 2 and none.stderr.startswith("error: data.source=jsonl needs data.paths=[...]")
 
 
 def _processes_naming(text):
