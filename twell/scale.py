@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from twell.arguments import parse_arguments, run_command
+from twell.arguments import check_values, parse_arguments, run_command
 from twell.bench.step_model import ModelOptions, Setup
 from twell.bench.step_report import print_table
 from twell.errors import UserError
@@ -152,6 +152,8 @@ def run(options: Options) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     options = parse_arguments(arguments, Options, __doc__)
+    positive = ("per_node", "batch_tokens", "micro_tokens", "memory", "speed", "all_reduce", "network")
+    check_values(options, [(getattr(options, key) > 0, key, "must be above 0") for key in positive])
     if any(gpus < 1 or (gpus > options.per_node and gpus % options.per_node) for gpus in options.gpus):
         raise UserError(f"gpus={options.gpus}: whole nodes of per_node={options.per_node}, or a part of one")
     run(options)

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from twell.errors import UserError
 from twell.scale import GB, Model, Options, best, describe_model, main, plan
 
 MODEL = Model(parameters=2_000_000_000, unit=200_000_000, flops_per_token=12_000_000_000, activations=20 * GB)
@@ -45,3 +46,16 @@ def test_presets_are_described_without_building_them(capsys):
     main(["model=8b", "gpus=[8,1024]"])
     out = capsys.readouterr().out
     assert "ASSUMED" in out and "1024 zero1" in out
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("speed=0", "speed=0.0: must be above 0"),
+        ("micro_tokens=-1", "micro_tokens=-1: must be above 0"),
+        ("gpus=[12]", r"gpus=\[12\]: whole nodes of per_node=8"),
+    ],
+)
+def test_mistakes_are_named(argument: str, message: str):
+    with pytest.raises(UserError, match=f"^{message}"):
+        main([argument])
