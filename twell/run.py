@@ -155,7 +155,10 @@ def start_from(run: Path, tensors: dict[str, Tensor], tokenizer: Tokenizer) -> N
 
     Raises a UserError if the model has another shape there, or the run another tokenizer than the data.
     """
-    step = checkpoint.find(run, "latest")
+    try:
+        step = checkpoint.find(run, "latest")
+    except checkpoint.CheckpointError as error:
+        raise UserError(f"init={error}") from error
     if checkpoint.read_meta(run, step)["tokenizer"] != tokenizer.identity:
         raise UserError(f"init={run}: has another tokenizer than the data; use data.tokenizer={run / 'tokenizer'}")
     if missing := checkpoint.load(run, step, tensors):

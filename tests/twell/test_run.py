@@ -11,7 +11,7 @@ from tests.training import compose_config
 from twell import checkpoint
 from twell.config import ConfigError
 from twell.errors import UserError
-from twell.run import Progress, describe_run, open_run, run_name, swept_keys
+from twell.run import Progress, describe_run, open_run, run_name, start_from, swept_keys
 
 BYTES = ByteTokenizer()
 
@@ -184,3 +184,8 @@ def test_a_loss_that_is_not_finite_is_never_the_best():
 def test_progress_survives_json():
     at = Progress(step=3, train_seconds=1.5)
     assert Progress(**json.loads(json.dumps(at.__dict__))) == at
+
+
+def test_a_run_to_start_from_that_is_not_there_is_named_with_its_key(tmp_path):
+    with pytest.raises(UserError, match=r"^init=.*/nope: no checkpoint there"):
+        start_from(tmp_path / "nope", {}, BYTES)
