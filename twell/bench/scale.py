@@ -72,9 +72,12 @@ class Row:
 
 
 def rows_for(options: Options, available: int) -> list[Row]:
-    """All rows, those on few ranks first."""
+    """All rows, those on few ranks first; UserError if `ranks` are no numbers."""
     if options.ranks:
-        numbers = sorted(int(part) for part in options.ranks.split(","))
+        parts = options.ranks.split(",")
+        if not all(part.isdecimal() and int(part) >= 1 for part in parts):
+            raise UserError(f"ranks={options.ranks}: must be numbers of at least 1 with commas between them")
+        numbers = sorted(map(int, parts))
     else:
         numbers = [n for n in (1, 2, 4, 8, 16) if n <= available]
     models, rows = options.models.split(","), []

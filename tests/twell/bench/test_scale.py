@@ -20,6 +20,12 @@ def test_rows_begin_with_few_ranks_and_divide_large_models_only():
     ]
 
 
+@pytest.mark.parametrize("ranks", ["x", "2,", "0"])
+def test_ranks_are_numbers(ranks: str, capsys):
+    assert bench.main(["scale", f"ranks={ranks}"]) == 2
+    assert capsys.readouterr().err == f"error: ranks={ranks}: must be numbers of at least 1 with commas between them\n"
+
+
 def test_sizes_are_read_off_the_presets_names():
     assert [is_large(name) for name in ("nano", "124m", "0p5b", "2b", "8b")] == [False, False, False, False, True]
 
