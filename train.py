@@ -28,10 +28,12 @@ from data.stream import StreamLoader
 from twell import checkpoint, graphs, memory, parallel
 from twell.checks import validate
 from twell.config import Config, accumulation_steps, hydra_main, padded_vocab_size, total_steps
+from twell.console import console_line, validation_line
 from twell.control import L1Control
 from twell.errors import UserError
 from twell.evaluate import validate_model
 from twell.faults import WAITING_FOR_DATA, StopRequests, Watchdog, explain_lost_ranks
+from twell.flops import peak_flops
 from twell.forced import force_firing
 from twell.generate import sample_text
 from twell.measures import ValidationSparsity, executed_share
@@ -45,7 +47,7 @@ from twell.saver import Saver
 from twell.sharded import ShardedWeights, copy_rows, gathered
 from twell.sparsity import SparsityMeter
 from twell.step import Step
-from twell.tracking import StopWatch, Tracker, console_line, memory_gb, peak_flops, validation_line
+from twell.tracking import StopWatch, Tracker
 from twell.weights import Weights
 
 
@@ -272,7 +274,7 @@ def train(cfg: Config, closing: ExitStack) -> None:
                 "perf/mfu": speed * model.flops_per_token() / (peak * ranks.world_size) if peak else None,
                 "perf/data_wait_share": (loader.wait_seconds - waited) / seconds,
                 "perf/host_read_share": step.host_read.take_seconds() / seconds,
-                "perf/memory_gb": memory_gb(ranks.device),
+                "perf/memory_gb": memory.used_gb(ranks.device),
                 "perf/train_seconds": at.train_seconds,
             }
             if has_zeros:

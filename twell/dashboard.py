@@ -18,7 +18,7 @@ from urllib.parse import urlparse
 
 from twell.arguments import check_values, parse_arguments, run_command
 from twell.errors import UserError, first_line
-from twell.tracking import has_wandb_key
+from twell.wandb_run import has_wandb_key
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace

@@ -34,7 +34,7 @@ from twell.generate import device_named, load_run
 from twell.measures import ValidationSparsity
 from twell.model import Transformer
 from twell.routing import Routing
-from twell.tracking import start_wandb
+from twell.wandb_run import start_wandb
 
 
 @torch.no_grad()

@@ -1,15 +1,25 @@
-"""Memory: what to do when the GPU has too little, and when Python looks for garbage."""
+"""Memory: how much is used, what to do when the GPU has too little, and when Python looks for garbage."""
 
 import contextlib
 import gc
+import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
 from twell import parallel
 from twell.config import Config
 from twell.errors import UserError, first_line
+
+
+def used_gb(device: torch.device) -> float:
+    """Peak allocated GPU memory since the last reset, or the resident memory of this process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e9
 
 
 @contextlib.contextmanager

@@ -7,22 +7,18 @@ hardware) is logged as null, so that runs of one kind of FFN have the same keys.
 import contextlib
 import json
 import math
-import netrc
 import os
 import shutil
 import sys
 import threading
 import time
-import urllib.parse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-import torch
-from omegaconf import OmegaConf
-
 from twell.config import Config
 from twell.errors import first_line
+from twell.wandb_run import start_wandb
 
 METRICS = {
     "step": "optimizer steps done",
@@ -74,42 +70,7 @@ METRICS = {
 }
 
 LONGEST_TAG = 64  # characters, of which wandb takes no more
-WANDB_TIMEOUT = 30  # seconds to wait for the server before logging offline
 WANDB_FINISH = 60  # seconds to wait at the end for what it has not received
-
-# Dense bf16 tensor-core peak in FLOP/s, from the vendor's datasheets; matched against the device's name in this order.
-PEAK_FLOPS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "B100": 1750e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "A6000": 155e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-    "RTX 5090": 209e12,
-}
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Peak dense bf16 FLOP/s of one device, None if it is not in the table."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
-
-
-def memory_gb(device: torch.device) -> float:
-    """Peak allocated GPU memory since the last reset, or the resident memory of this process on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e9
 
 
 class Histogram(NamedTuple):
@@ -249,52 +210,6 @@ class Tracker:
             self._bar_shown = False
 
 
-def console_line(
-    step: int, total_steps: int, values: dict[str, Any], eta_seconds: float, target_l0: float | None = None
-) -> str:
-    """The line that a logging interval prints; with `target_l0` also what the controller of L1 does."""
-    mfu = values["perf/mfu"]
-    parts = [
-        f"step {step}/{total_steps}",
-        f"loss {values['train/loss']:.4f}",
-        f"lr {values['train/lr']:.2e}",
-        f"norm {values['train/grad_norm']:.2f}",
-        f"{values['perf/tokens_per_second']:,.0f} tok/s",
-        f"MFU {'n/a' if mfu is None else f'{mfu:.1%}'}",
-        f"{values['perf/memory_gb']:.1f} GB",
-        f"ETA {format_seconds(eta_seconds)}",
-    ]
-    if values.get("sparsity/l0_mean") is not None:
-        mean, density = values["sparsity/l0_mean"], values["sparsity/density"]
-        firing = f"L0 {mean:.1f} ({density:.2%}, max {values['sparsity/l0_max']:.0f})"
-        if target_l0 is not None:
-            bound = " at its bound" if values["train/l1_at_bound"] else ""
-            firing += f"  target {target_l0:g}, L1 {values['train/l1_coef']:.1e}{bound}"
-        parts.insert(2, firing)
-    return "  ".join(parts)
-
-
-def validation_line(step: int, values: dict[str, Any]) -> str:
-    """The lines that a validation prints: the model's losses beside what counting reaches, and the sample."""
-    unigram, order3 = values["val/unigram_loss"], values["val/order3_bits_per_byte"]
-    parts = [
-        f"step {step}",
-        f"validation loss {values['val/loss']:.4f}" + (f" (unigram {unigram:.4f})" if unigram is not None else ""),
-        f"perplexity {values['val/perplexity']:.2f}",
-        f"bits per byte {values['val/bits_per_byte']:.4f}"
-        + (f" (order-3 byte table {order3:.4f})" if order3 is not None else ""),
-    ]
-    sample = f"\n  sample: {values['val/sample']!r}" if "val/sample" in values else ""
-    return "  ".join(parts) + sample
-
-
-def format_seconds(seconds: float) -> str:
-    """1:02:03, or 2:03 below an hour."""
-    minutes, second = divmod(round(seconds), 60)
-    hour, minute = divmod(minutes, 60)
-    return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute}:{second:02d}"
-
-
 def _documented_name(key: str) -> str:
     return key.rstrip("0123456789") + "{i}" if "/layer_" in key or "/part_" in key else key
 
@@ -344,65 +259,3 @@ def _step_of(line: bytes) -> int | None:
         return None
     step = record.get("step") if isinstance(record, dict) else None
     return step if isinstance(step, int) else None
-
-
-def start_wandb(
-    cfg: Config, run: Path, wandb_id: str | None, tags: Sequence[str] | None, log: Callable[[str], None]
-) -> Any:
-    """A wandb run, or None; says once, in one line, what it decided. Never prompts, never stops the run.
-
-    tags: replace those of an entry that exists; None leaves them.
-    """
-    mode = cfg.wandb.mode
-    if mode == "disabled":
-        return None
-    try:
-        import wandb
-    except ImportError:
-        log("wandb: not installed, so metrics go to metrics.jsonl only (pip install wandb)")
-        return None
-    if mode == "auto":
-        mode = os.environ.get("WANDB_MODE") or "online"
-    if mode == "disabled":
-        return None
-    if mode == "online" and not has_wandb_key():  # wandb would ask for one
-        mode = "offline"
-    options = {
-        "id": wandb_id,
-        "resume": "allow" if wandb_id else None,
-        "name": run.name,
-        "dir": str(run),
-        "project": cfg.wandb.project,
-        "entity": cfg.wandb.entity,
-        "group": cfg.wandb.group or f"{cfg.model.name}-{cfg.data.name}",
-        "tags": tags,
-        "config": OmegaConf.to_container(cfg, resolve=True),
-    }
-    for attempt in dict.fromkeys([mode, "offline"]):
-        try:
-            settings = wandb.Settings(silent=True, console="off", init_timeout=WANDB_TIMEOUT)
-            handle = wandb.init(mode=attempt, settings=settings, reinit="finish_previous", **options)
-            handle.define_metric("tokens")
-            handle.define_metric("*", step_metric="tokens")
-        except Exception as error:  # whatever wandb raises, a dashboard must not cost the run
-            log(f"wandb: {attempt} failed: {first_line(error)}")
-        else:
-            hint = f"; `wandb sync {Path(handle.dir).parent}` uploads it" if attempt == "offline" else ""
-            log(f"wandb: {attempt}{hint}")
-            return handle
-    return None
-
-
-def has_wandb_key() -> bool:
-    """Whether a key is configured, without asking wandb, which might prompt."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    import wandb
-
-    # The default address has changed over time; wandb still accepts a key that was stored under the first one.
-    addresses = (os.environ.get("WANDB_BASE_URL", wandb.Settings().base_url), "https://api.wandb.ai")
-    try:
-        stored = netrc.netrc()
-    except (OSError, netrc.NetrcParseError):
-        return False
-    return any(stored.authenticators(urllib.parse.urlparse(address).hostname) for address in addresses)

@@ -1,7 +1,8 @@
 import pytest
+import torch
 
 from tests.twell.small import build
-from twell.flops import dense_flops, executed_flops
+from twell.flops import dense_flops, executed_flops, peak_flops
 
 
 @pytest.mark.parametrize("kind", ["sparse", "sparse_nongated"])
@@ -26,3 +27,10 @@ def test_a_neuron_costs_its_rows():
     d = model.blocks[0].ffn.w_up.shape[1]
     more = executed_flops(model, [5, 6, 7], True) - executed_flops(model, [5, 6, 6], True)
     assert more == 2 * d * (1 + 4)  # y; da, dx, dw_up, dw_down
+
+
+def test_unknown_hardware_has_no_peak(monkeypatch):
+    assert peak_flops(torch.device("cpu")) is None
+    for name, flops in (("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("Some New Card", None)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert peak_flops(torch.device("cuda", 0)) == flops

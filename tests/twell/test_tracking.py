@@ -4,12 +4,9 @@ import math
 import sys
 import threading
 import types
-import urllib.parse
 from pathlib import Path
 
 import pytest
-import torch
-import wandb
 
 from tests.training import compose_config
 from twell import tracking
@@ -19,11 +16,6 @@ from twell.tracking import (
     StopWatch,
     Table,
     Tracker,
-    console_line,
-    format_seconds,
-    has_wandb_key,
-    peak_flops,
-    validation_line,
 )
 
 README = Path(tracking.__file__).parent.parent / "README.md"
@@ -137,7 +129,7 @@ def test_auto_mode_without_a_key_is_offline_and_never_prompts(start, tmp_path, m
 def test_an_unreachable_server_means_offline(start, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr(tracking, "WANDB_TIMEOUT", 3)
+    monkeypatch.setattr("twell.wandb_run.WANDB_TIMEOUT", 3)
     tracker = start("wandb.mode=auto")
     tracker.record(1, 1, {"train/loss": 1.0})
     tracker.close()
@@ -185,48 +177,6 @@ def test_wandb_id_is_kept_over_a_resume(start):
     assert start(wandb_id="abc123").wandb_id == "abc123"
 
 
-def test_unknown_hardware_has_no_peak(monkeypatch):
-    assert peak_flops(torch.device("cpu")) is None
-    for name, flops in (("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("Some New Card", None)):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert peak_flops(torch.device("cuda", 0)) == flops
-
-
-def test_console_line_says_na_for_unknown_mfu_and_shows_l0():
-    values = {
-        "train/loss": 1.5,
-        "train/lr": 1e-3,
-        "train/grad_norm": 0.5,
-        "perf/tokens_per_second": 12345.6,
-        "perf/mfu": None,
-        "perf/memory_gb": 1.0,
-    }
-    line = console_line(3, 10, values, 61)
-    assert (
-        "step 3/10" in line and "12,346 tok/s" in line and "MFU n/a" in line and "ETA 1:01" in line and "L0" not in line
-    )
-    sparse = {"sparsity/l0_mean": 30.0, "sparsity/density": 0.0053, "sparsity/l0_max": 99.0}
-    assert "L0 30.0 (0.53%, max 99)" in console_line(3, 10, values | sparse, 61)
-    steered = {"train/l1_coef": 3.88e-3, "train/l1_at_bound": 0.0}
-    assert "max 99)  target 15, L1 3.9e-03  lr" in console_line(3, 10, values | sparse | steered, 61, target_l0=15.0)
-    steered["train/l1_at_bound"] = 0.5
-    assert "L1 3.9e-03 at its bound  lr" in console_line(3, 10, values | sparse | steered, 61, target_l0=15.0)
-    assert "MFU 47.1%" in console_line(3, 10, values | {"perf/mfu": 0.471}, 61)
-
-
-def test_validation_line_shows_what_counting_reaches_where_it_is_known():
-    values = {"val/loss": 1.5, "val/perplexity": 4.48, "val/bits_per_byte": 2.0}
-    known = {"val/unigram_loss": 3.0, "val/order3_bits_per_byte": 2.5, "val/sample": "a\nb"}
-    line = validation_line(7, values | known)
-    assert "1.5000 (unigram 3.0000)" in line and "2.0000 (order-3 byte table 2.5000)" in line and r"'a\nb'" in line
-    stream = validation_line(7, values | {"val/unigram_loss": None, "val/order3_bits_per_byte": None})
-    assert "unigram" not in stream and "table" not in stream
-
-
-def test_format_seconds():
-    assert [format_seconds(s) for s in (5, 65, 3723)] == ["0:05", "1:05", "1:02:03"]
-
-
 def test_stop_watch_counts_only_between_start_and_stop(monkeypatch):
     times = iter([0.0, 1.0, 10.0, 12.0])
     monkeypatch.setattr(tracking.time, "perf_counter", lambda: next(times))
@@ -264,15 +214,3 @@ def test_a_server_that_does_not_answer_at_the_end_is_left(start, monkeypatch):
     tracker.close()
     assert not answer.is_set()
     answer.set()
-
-
-def test_a_key_is_found_where_wandb_stores_it(tmp_path, monkeypatch):
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert not has_wandb_key()
-    address = urllib.parse.urlparse(wandb.Settings().base_url).hostname
-    for host, found in ((address, True), ("api.wandb.ai", True), ("example.org", False)):
-        (tmp_path / ".netrc").write_text(f"machine {host} login user password {'k' * 40}\n")
-        (tmp_path / ".netrc").chmod(0o600)
-        assert has_wandb_key() == found

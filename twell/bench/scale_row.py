@@ -22,6 +22,7 @@ from twell.bench.step import COUNTED
 from twell.bench.step_model import ModelOptions, Setup
 from twell.bench.step_parts import Widths, time_by_part
 from twell.config import ParallelConfig
+from twell.flops import peak_flops
 from twell.forced import force_firing
 from twell.model import Transformer
 from twell.optim import build_optimizer, optimizer_state, set_lr
@@ -31,7 +32,6 @@ from twell.saver import Saver
 from twell.sharded import ShardedWeights
 from twell.sparsity import SparsityMeter
 from twell.step import Step
-from twell.tracking import peak_flops
 from twell.weights import Weights
 
 LINK_BYTES = 512 << 20  # on a CPU a hundredth

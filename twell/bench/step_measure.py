@@ -18,10 +18,9 @@ from twell.bench.energy import EnergyMeter
 from twell.bench.step_model import ModelOptions, Setup
 from twell.bench.step_parts import Widths, time_by_part
 from twell.bench.step_report import print_environment, print_result
-from twell.flops import dense_flops, executed_flops
+from twell.flops import dense_flops, executed_flops, peak_flops
 from twell.memory import collecting_by_hand, explain_out_of_memory
 from twell.model import Transformer
-from twell.tracking import peak_flops
 
 FEWEST_ROUNDS = 5
 LONG_CALL = 0.3  # seconds

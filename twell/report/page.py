@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from html import escape
 
+from twell.console import format_seconds
 from twell.report.figures import DARK, LIGHT, css_variables
 from twell.report.plots import Plot
 from twell.report.records import printable
 from twell.report.runs import Run, differing_keys, reference_run, show
-from twell.tracking import format_seconds
 
 STYLE = """
 :root { color-scheme: light dark; %(light)s --marked: #fff0c2; }
