@@ -45,6 +45,14 @@ def check_values(options: object, rules: Iterable[tuple[bool, str, str]]) -> Non
             raise ConfigError(f"{key}={getattr(options, key)}: {rule}")
 
 
+def whole_numbers(options: object, key: str) -> list[int]:
+    """The numbers of a text option such as "1,8,64", in its order; ConfigError unless all are whole and at least 1."""
+    parts = getattr(options, key).split(",")
+    fits = all(part.strip().isdecimal() and int(part) >= 1 for part in parts)
+    check_values(options, [(fits, key, "must be numbers of at least 1 with commas between them")])
+    return [int(part) for part in parts]
+
+
 def run_command(main: Callable[[Sequence[str]], None]) -> None:
     """Call `main` with the command line; a user's mistake ends the process with one line and exit code 2."""
     try:

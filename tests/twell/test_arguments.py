@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 from omegaconf.errors import OmegaConfBaseException
 
-from twell.arguments import parse_arguments, run_command
+from twell.arguments import parse_arguments, run_command, whole_numbers
 from twell.config import ConfigError
 
 
@@ -33,6 +33,13 @@ def test_an_unknown_key_is_named(argument: str):
 def test_a_value_of_another_type_is_refused(argument: str):
     with pytest.raises(OmegaConfBaseException):
         parse_arguments([argument], Schema, "")
+
+
+def test_several_numbers_in_one_option():
+    assert whole_numbers(Schema(run="8, 1,64"), "run") == [8, 1, 64]
+    for text in ("", "x", "2,", "0", "1,-1", "1.5"):
+        with pytest.raises(ConfigError, match=rf"^run={text}: must be numbers of at least 1 with commas between them$"):
+            whole_numbers(Schema(run=text), "run")
 
 
 def test_help_shows_the_defaults(capsys):

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell.arguments import check_values
+from twell.arguments import check_values, whole_numbers
 from twell.bench import measure
 from twell.bench.step_measure import Call, joules_per_token, release
 from twell.bench.step_model import ModelOptions, Setup, selected
@@ -102,13 +102,8 @@ def run(options: Options) -> None:
 
 def _check(options: Options) -> list[int]:
     """The batch sizes; UserError for the first option out of range."""
-    batch_sizes = [int(rows) for rows in options.rows.split(",") if rows.strip().isdecimal()]
+    batch_sizes = whole_numbers(options, "rows")
     rules = (
-        (
-            len(batch_sizes) == len(options.rows.split(",")) and min(batch_sizes) >= 1,
-            "rows",
-            "must be numbers of at least 1 with commas between them",
-        ),
         (options.prompt >= 1, "prompt", "must be at least 1"),
         (options.rounds >= 1, "rounds", "must be at least 1"),
         (options.seconds >= 0, "seconds", "must be at least 0"),

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from twell.arguments import whole_numbers
 from twell.bench import measure
 from twell.bench.step_report import GB, print_environment, print_table
 from twell.errors import UserError
@@ -74,10 +75,7 @@ class Row:
 def rows_for(options: Options, available: int) -> list[Row]:
     """All rows, those on few ranks first; UserError if `ranks` are no numbers."""
     if options.ranks:
-        parts = options.ranks.split(",")
-        if not all(part.isdecimal() and int(part) >= 1 for part in parts):
-            raise UserError(f"ranks={options.ranks}: must be numbers of at least 1 with commas between them")
-        numbers = sorted(map(int, parts))
+        numbers = sorted(whole_numbers(options, "ranks"))
     else:
         numbers = [n for n in (1, 2, 4, 8, 16) if n <= available]
     models, rows = options.models.split(","), []
