@@ -1,11 +1,12 @@
 """Runs train.py's `main` inside the test process, at a size that takes a second."""
 
+import contextlib
 import json
 import math
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -85,16 +86,24 @@ def tiny_overrides(folder: Path, *overrides: str) -> list[str]:
     return [*TINY, f"data.paths=[{tiny_text(folder)}]", f"data.dir={folder}/datasets", f"out={folder}/runs", *overrides]
 
 
-def run_main(*overrides: str) -> None:
-    """`python train.py OVERRIDES` in this process, which then gets its own signal handlers back."""
+@contextlib.contextmanager
+def signal_handlers_kept() -> Iterator[None]:
+    """The process gets its own signal handlers back in the end."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
-        train.main.__wrapped__(compose_config(*overrides))
-    except SystemExit as end:
-        assert end.code == 0
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def run_main(*overrides: str) -> None:
+    """`python train.py OVERRIDES` in this process."""
+    with signal_handlers_kept():
+        try:
+            train.main.__wrapped__(compose_config(*overrides))
+        except SystemExit as end:
+            assert end.code == 0
 
 
 def train_tiny(folder: Path, *overrides: str) -> list[dict]:

@@ -4,20 +4,19 @@ import time
 
 import pytest
 
+from tests.training import signal_handlers_kept
 from twell.faults import SIGNALS, StopRequests, Watchdog
 
 
 @pytest.fixture
 def requests():
     """A StopRequests that notes how it would have ended the process."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    ends = []
-    stop = StopRequests(timeout=0.2, end=lambda code: ends.append((code, time.monotonic())))
-    stop.ends = ends
-    yield stop
-    stop.close()
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    with signal_handlers_kept():
+        ends = []
+        stop = StopRequests(timeout=0.2, end=lambda code: ends.append((code, time.monotonic())))
+        stop.ends = ends
+        yield stop
+        stop.close()
 
 
 @pytest.mark.parametrize("number", SIGNALS)

@@ -10,13 +10,7 @@ import pytest
 
 from tests.training import compose_config
 from twell import tracking
-from twell.tracking import (
-    METRICS,
-    Histogram,
-    StopWatch,
-    Table,
-    Tracker,
-)
+from twell.tracking import METRICS, Histogram, StopWatch, Table, Tracker
 
 README = Path(tracking.__file__).parent.parent / "README.md"
 
