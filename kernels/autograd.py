@@ -45,13 +45,13 @@ def _mask(counted: Tensor | None) -> Tensor | None:
 
 
 def forward_pass(
-    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, counted: Tensor | None, handle: Tensor | None,
-    force: bool, save: bool, stats: bool,
+    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, counted: Tensor | None, residual: Tensor | None,
+    handle: Tensor | None, force: bool, save: bool, stats: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(y [n, d], l1, nnz [n], fired [h], memory uint8, layout int64 [4] on the host) of contiguous x [n, d].
 
-    handle: of the layer's FFNState, or None. force: the sparse route, whatever is predicted. save: a backward follows.
-    Without stats, all but y may be undefined.
+    residual [n, d] or None: added to y. handle: of the layer's FFNState, or None. force: the sparse route, whatever is
+    predicted. save: a backward follows. Without stats, all but y may be undefined.
     """
     n, d = x.shape
     h = w_up.shape[0]
@@ -66,19 +66,20 @@ def forward_pass(
     # A layer that was never measured would stay dense for ever if passes without statistics did not measure it.
     measures = stats or (state is not None and decision.room is None)
     if not force and not decision.runs_sparse(shape, save, x.device, x.dtype, captured):
-        return *_dense_forward(x, w_gate, w_up, w_down, counted, seen, save, measures), torch.tensor([DENSE, 0, 0, 0])
+        out = _dense_forward(x, w_gate, w_up, w_down, counted, residual, seen, save, measures)
+        return *out, torch.tensor([DENSE, 0, 0, 0])
     room = None if decision.room is None else decision.room_for(n, h, save)
     sample = None if state is None or not save else state.new_sample(n)
     slots = decision.slots if room is not None and x.element_size() == 2 else 0
     out = sparse.forward(
-        x, w_gate, w_up, w_down, counted, decision.order(save), room, seen, save, sample, slots, measures
+        x, w_gate, w_up, w_down, counted, decision.order(save), room, seen, save, sample, slots, measures, residual
     )
     memory = out.memory if save else out.memory.new_empty(0)
     layout = torch.tensor([SPARSE, decision.version, out.shape.entries, out.shape.segments])
     return out.y, out.l1, out.rows.count, out.fired, memory, layout
 
 
-def _dense_forward(x, w_gate, w_up, w_down, counted, seen, save, stats):
+def _dense_forward(x, w_gate, w_up, w_down, counted, residual, seen, save, stats):
     (n, _d), h, size = x.shape, w_up.shape[0], x.element_size()
     gated = w_gate is not None
     # Gated: pre-activations z and u, and a. Non-gated: a, made in place of z; its zeros are the pattern.
@@ -90,7 +91,7 @@ def _dense_forward(x, w_gate, w_up, w_down, counted, seen, save, stats):
     if gated:
         torch.mm(x, w_up.T, out=u)
     count, fired, l1_parts = dense.activate(z, u, a, counted, stats)
-    y = a @ w_down
+    y = a @ w_down if residual is None else torch.addmm(residual, a, w_down)
     if stats:
         l1, fired = summarize(l1_parts, count, fired, counted, seen, None)
     else:
@@ -102,7 +103,7 @@ ffn_forward = torch.library.custom_op("twell::ffn_forward", forward_pass, mutate
 
 
 @ffn_forward.register_fake
-def _(x, w_gate, w_up, w_down, counted, handle, force, save, stats):
+def _(x, w_gate, w_up, w_down, counted, residual, handle, force, save, stats):
     n, h = x.shape[0], w_up.shape[0]
     size = torch.library.get_ctx().new_dynamic_size()
     return (
@@ -161,7 +162,7 @@ def _(dy, dl1, x, w_gate, w_up, w_down, counted, handle, count, memory, layout):
 
 
 def _setup_context(ctx, inputs, output):
-    x, w_gate, w_up, w_down, counted, handle, _, _, _ = inputs
+    x, w_gate, w_up, w_down, counted, _, handle, _, _, _ = inputs
     _, _, count, fired, memory, layout = output
     ctx.mark_non_differentiable(count, fired, memory, layout)
     ctx.set_materialize_grads(False)  # else backward would begin with a zero gradient as large as `memory`
@@ -170,10 +171,11 @@ def _setup_context(ctx, inputs, output):
 
 def _gradients(ctx, dy: Tensor | None, dl1: Tensor | None, backward) -> tuple[Tensor | None, ...]:
     x, w_gate, w_up, w_down, counted, handle, count, memory, layout = ctx.saved_tensors
+    d_residual = dy if ctx.needs_input_grad[5] else None
     dy = torch.zeros_like(x) if dy is None else dy
     dl1 = x.new_zeros((), dtype=torch.float32) if dl1 is None else dl1
     dx, dw_gate, dw_up, dw_down = backward(dy, dl1, x, w_gate, w_up, w_down, counted, handle, count, memory, layout)
-    return dx, None if w_gate is None else dw_gate, dw_up, dw_down, None, None, None, None, None
+    return dx, None if w_gate is None else dw_gate, dw_up, dw_down, None, d_residual, None, None, None, None
 
 
 ffn_forward.register_autograd(

@@ -27,6 +27,7 @@ def sparse_ffn(
     w_down: Tensor,
     *,
     counted: Tensor | None = None,
+    residual: Tensor | None = None,
     impl: str = "auto",
     state: "FFNState | None" = None,
     stats: bool = True,
@@ -38,6 +39,7 @@ def sparse_ffn(
     w_up     [h, d]
     w_down   [h, d]    row j belongs to neuron j: the transpose of what nn.Linear(h, d) stores.
     counted  bool [...], the tokens that the loss counts; the others add neither to `l1` nor to `fired`. None: all.
+    residual [..., d]  what a Transformer block adds to y; or None. Then the kernels do, and `y` is the sum.
     impl     auto = with a `state`, on a GPU that is supported, the Triton path, which runs each pass sparse or dense,
              whichever the state predicts to be faster; else as torch. triton = always the sparse kernels, or an error.
              torch = dense products in plain torch.
@@ -55,7 +57,7 @@ def sparse_ffn(
     >>> out = sparse_ffn(x, w_gate, w_up, w_down, counted=targets != -100, state=state)
     >>> loss = cross_entropy + coef / (n_layers * n_counted) * out.l1
     """
-    _check_arguments(x, w_gate, w_up, w_down, counted, impl)
+    _check_arguments(x, w_gate, w_up, w_down, counted, residual, impl)
     if state is not None and state.h != w_up.shape[0]:
         raise ValueError(f"state is of a layer with {state.h} neurons, w_up has {w_up.shape[0]}")
     if x.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(x.device.type):
@@ -64,22 +66,28 @@ def sparse_ffn(
         w_gate = None if w_gate is None else w_gate.to(dtype)
     if x.dtype != w_up.dtype or x.device != w_up.device:
         raise ValueError(f"x is {x.dtype} on {x.device}, the weights {w_up.dtype} on {w_up.device}")
+    if residual is not None and (residual.dtype != x.dtype or residual.device != x.device):
+        raise ValueError(f"residual is {residual.dtype} on {residual.device}, but y {x.dtype} on {x.device}")
     reason = None if impl == "torch" else unsupported(x.device, x.dtype, x.shape[-1])
     if impl == "triton" and reason is not None:
         raise NotImplementedError(f"impl=triton: {reason}; use impl=auto or impl=torch")
     nothing_known = impl == "auto" and (state is None or x.device.type != "cuda")
     if impl == "torch" or reason is not None or nothing_known:
-        return ffn_forward(x, w_gate, w_up, w_down, counted)
+        y, l1, nnz, fired = ffn_forward(x, w_gate, w_up, w_down, counted)
+        return FFNOutput(y if residual is None else residual + y, l1, nnz, fired)
 
     from kernels.autograd import apply
 
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w_gate, w_up, w_down))
+    save = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x, w_gate, w_up, w_down, residual)
+    )
     y, l1, nnz, fired, _, _ = apply(
         x.flatten(0, -2).contiguous(),
         None if w_gate is None else w_gate.contiguous(),
         w_up.contiguous(),
         w_down.contiguous(),
         None if counted is None else counted.flatten().contiguous(),
+        None if residual is None else residual.flatten(0, -2).contiguous(),
         None if state is None else state.handle,
         impl == "triton",
         save,
@@ -115,8 +123,9 @@ def _unsupported(device: torch.device, dtype: torch.dtype, d: int) -> str | None
 
 
 def _check_arguments(
-    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, counted: Tensor | None, impl: str
-) -> None:
+    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, counted: Tensor | None, residual: Tensor | None,
+    impl: str,
+) -> None:  # fmt: skip
     if impl not in IMPLS:
         raise ValueError(f"impl={impl!r} is not one of {', '.join(IMPLS)}")
     if x.ndim < 2:
@@ -134,3 +143,5 @@ def _check_arguments(
         raise ValueError(
             f"counted must be bool of shape {tuple(x.shape[:-1])}, got {counted.dtype} {tuple(counted.shape)}"
         )
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}")

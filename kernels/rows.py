@@ -41,27 +41,31 @@ def _poison(x, t, empty, d, D: tl.constexpr):
 
 
 @triton.jit
-def _write(acc, out, partial, pid, t, d, changes, is_segment, writes, D: tl.constexpr, ADD: tl.constexpr):
-    """Store a program's part of a row: a partial sum of a segment, or the row of `out`, to which it adds if ADD."""
+def _write(
+    acc, residual, out, partial, pid, t, d, changes, is_segment, writes,
+    D: tl.constexpr, ADD: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Store a program's part of a row: a partial sum of a segment, or the row of `out`, to which it adds if ADD; with
+    that of `residual` if RESIDUAL."""
     if is_segment:
         tl.store(partial + pid.to(tl.int64) * D + d, acc, mask=d < tl.where(writes, D, 0))
     else:
-        at = out + t.to(tl.int64) * D + d
+        row = t.to(tl.int64) * D + d
+        mask = d < tl.where(changes if ADD and not RESIDUAL else writes, D, 0)
         if ADD:
-            mask = d < tl.where(changes, D, 0)
-            acc += tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            tl.store(at, acc.to(out.dtype.element_ty), mask=mask, eviction_policy="evict_first")
-        else:
-            mask = d < tl.where(writes, D, 0)
-            tl.store(at, acc.to(out.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+            acc += tl.load(out + row, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        if RESIDUAL:
+            acc += tl.load(residual + row, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        tl.store(out + row, acc.to(out.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit
 def rows_forward_kernel(
-    x, w_up, w_down, dots, column, value, up, start, count, hot, segment_row, segment_first, needed, counted, y,
-    partial, partial_l1, l1, segments, programs, entries,
+    x, w_up, w_down, dots, column, value, up, start, count, hot, segment_row, segment_first, needed, counted, residual,
+    y, partial, partial_l1, l1, segments, programs, entries,
     D: tl.constexpr, DP: tl.constexpr, J: tl.constexpr, STAGES: tl.constexpr, SPLIT_AT: tl.constexpr,
-    PIECES: tl.constexpr, GATED: tl.constexpr, SAVE: tl.constexpr, ADD: tl.constexpr, COUNTED: tl.constexpr,
+    PIECES: tl.constexpr, GATED: tl.constexpr, SAVE: tl.constexpr, ADD: tl.constexpr, RESIDUAL: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):  # fmt: skip
     dtype = y.dtype.element_ty
     pid, piece = place_of(programs, PIECES)
@@ -102,7 +106,8 @@ def rows_forward_kernel(
     else:
         tl.store(l1 + t, total, mask=tl.where(piece == 0, writes, False))
     acc += _poison(x, t, empty, d, D)
-    _write(acc, y, partial, pid, t, d, (length > 0) | empty, is_segment, writes, D, ADD)
+    changes = (length > 0) | empty
+    _write(acc, residual, y, partial, pid, t, d, changes, is_segment, writes, D, ADD, RESIDUAL)
 
 
 @triton.jit
@@ -164,7 +169,8 @@ def rows_backward_kernel(
             acc += tl.sum(da.to(tl.float32)[:, None] * wu.to(tl.float32), 0)
         tl.store(hidden + at.to(tl.int64) * TILE_SIZE + lane, a, mask=fits)
     acc += _poison(x, t, empty, d, D)
-    _write(acc, dx, partial, pid, t, d, (length > 0) | empty, is_segment, writes, D, ADD)
+    changes = (length > 0) | empty
+    _write(acc, dx, dx, partial, pid, t, d, changes, is_segment, writes, D, ADD, False)
 
 
 def forward(
@@ -176,8 +182,11 @@ def forward(
     add: bool,
     counted: torch.Tensor | None,
     l1: torch.Tensor,
+    residual: torch.Tensor | None = None,
 ) -> None:
     """Compute the cold entries into y [n, d], adding to it if `add`, and fill rows.up if it has room.
+
+    residual [n, d] is added, too: to the fp32 sum, which is then rounded once.
 
     w_up is None for the non-gated FFN, whose activations are the packed values themselves. l1, fp32 [n],
     receives the sum of |a| over the cold entries of each token (0 if it is not counted).
@@ -195,12 +204,12 @@ def forward(
     warps, j, stages = rows_config(capability(x.device), piece, backward=False, alone=gated and not saves)
     rows_forward_kernel[(pieces * programs,)](
         x, w_up if gated else w_down, w_down, dots, rows.column, rows.value, rows.up, rows.start, rows.count, rows.hot,
-        rows.segment_row, rows.segment_first, rows.needed, rows.count if counted is None else counted, y, partial,
-        partial_l1, l1, rows.segments, programs, rows.column.shape[0], D=d, DP=piece, J=j, STAGES=stages,
-        SPLIT_AT=SPLIT, PIECES=pieces, GATED=gated, SAVE=saves, ADD=add, COUNTED=counted is not None,
-        num_warps=warps,
+        rows.segment_row, rows.segment_first, rows.needed, rows.count if counted is None else counted,
+        y if residual is None else residual, y, partial, partial_l1, l1, rows.segments, programs, rows.column.shape[0],
+        D=d, DP=piece, J=j, STAGES=stages, SPLIT_AT=SPLIT, PIECES=pieces, GATED=gated, SAVE=saves, ADD=add,
+        RESIDUAL=residual is not None, COUNTED=counted is not None, num_warps=warps,
     )  # fmt: skip
-    reduce(partial, y, rows, add, partial_l1, l1)
+    reduce(partial, y, rows, add, partial_l1, l1, residual)
 
 
 def backward(
@@ -258,7 +267,7 @@ def aot_cases(arch: int) -> list[AotCase]:
             (rows_forward_kernel, False, True), (rows_forward_kernel, False, False), (rows_backward_kernel, True, True),
         ):  # fmt: skip
             warps, j, stages = rows_config(arch, piece, backward, alone=gated and not save)
-            extra = {"TILE_SIZE": TILE} if backward else {"SAVE": save}
+            extra = {"TILE_SIZE": TILE} if backward else {"SAVE": save, "RESIDUAL": True}
             values = flags | extra | {"COUNTED": True, "J": j, "STAGES": stages}
             types = {a: "constexpr" if a in values else signature.get(a, dtype) for a in kernel.arg_names}
             aligned = tuple(a for a, type in types.items() if type == dtype)

@@ -46,11 +46,13 @@ def forward(
     sample: Tensor | None = None,
     slots: int = 0,
     stats: bool = True,
+    residual: Tensor | None = None,
 ) -> SparseForward:
     """`room` None: the buffers are sized by reading the number of non-zeros back, which waits for the device.
 
     `sample`, int32 [up to n, ceil(h / 32)], receives the occupancy words of the first tokens. `slots`: of a TwELL tile,
     if the gate product is to pack that format; needs `room` and `seen`. Without `stats`, l1 and fired are undefined.
+    `residual`, [n, d], is added to y.
     """
     n, h = x.shape[0], w_up.shape[0]
     gated = w_gate is not None
@@ -76,7 +78,8 @@ def forward(
         del u_hot, a_hot, weights
     else:
         y = torch.empty_like(x)
-    rows.forward(x, w_up if gated else None, w_down, packed, y, n_hot > 0, counted, l1_parts[-n:] if n else l1_parts)
+    cold_l1 = l1_parts[-n:] if n else l1_parts
+    rows.forward(x, w_up if gated else None, w_down, packed, y, n_hot > 0, counted, cold_l1, residual)
     l1, fired = summarize(
         l1_parts, packed.count, packed.fired, counted, seen, packed.needed, room.entries, room.segments, stats
     )

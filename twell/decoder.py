@@ -119,7 +119,7 @@ class Decoder:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=s.n_heads > s.n_kv_heads)
             x, normed = self._half_way(x, y.transpose(1, 2).flatten(2), w, s)
             sparse = bool(self.ffns) and self.ffns[i].sparse
-            x = x + (self.ffns[i](normed) if sparse else self._dense_ffn(normed, w, s))
+            x = self.ffns[i](normed, residual=x) if sparse else x + self._dense_ffn(normed, w, s)
         return x
 
     @torch.no_grad()

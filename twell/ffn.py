@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class FFNResult(NamedTuple):
     """What an FFN layer returns; what its kind does not have is None.
 
-    y      [..., d]  the layer's output; a block that has added it passes on the rest.
+    y      [..., d]  the layer's output, residual included; a block passes on the rest.
     l1     []        fp32, sum over counted tokens and neurons of |a|, differentiable (sparse kinds).
     nnz    [n]       int32, neurons that fire on each token, counted or not (ReLU kinds).
     fired  [h]       int32, counted tokens on which each neuron fires (ReLU kinds).
@@ -54,12 +54,14 @@ class DenseFFN(FFN):
         super().__init__(d_model, d_ff, gated=True)
         self.activation = activation
 
-    def forward(self, x: Tensor, counted: Tensor | None) -> FFNResult:
-        """x [b, t, d]; counted bool [b, t], the tokens that `fired` counts (None: no statistics)."""
+    def forward(self, x: Tensor, counted: Tensor | None, residual: Tensor | None = None) -> FFNResult:
+        """x, residual [b, t, d]; counted bool [b, t], the tokens that `fired` counts (None: no statistics)."""
         w_gate, w_up, w_down = self.weights(x.dtype)
         gate = F.linear(x, w_gate)  # [b, t, h]
         gate = F.relu(gate) if self.activation == "relu" else F.silu(gate)
         y = (gate * F.linear(x, w_up)) @ w_down
+        if residual is not None:
+            y = residual + y
         if self.activation == "silu" or counted is None:
             return FFNResult(y)
         fires = (gate.detach() > 0).flatten(0, 1)  # [n, h]
@@ -75,10 +77,10 @@ class SparseFFN(FFN):
         self.impl = impl
         self.state: FFNState | None = None  # what the kernels remember from step to step; see twell/routing.py
 
-    def forward(self, x: Tensor, counted: Tensor | None) -> FFNResult:
-        """x [b, t, d]; counted bool [b, t], the tokens that `l1` and `fired` count (None: all)."""
-        weights = self.weights(x.dtype)
-        return FFNResult(*sparse_ffn(x, *weights, counted=counted, impl=self.impl, state=self.state))
+    def forward(self, x: Tensor, counted: Tensor | None, residual: Tensor | None = None) -> FFNResult:
+        """x, residual [b, t, d]; counted bool [b, t], the tokens that `l1` and `fired` count (None: all)."""
+        options = {"counted": counted, "residual": residual, "impl": self.impl, "state": self.state}
+        return FFNResult(*sparse_ffn(x, *self.weights(x.dtype), **options))
 
 
 def build_ffn(cfg: FFNConfig, d_model: int) -> FFN:

@@ -171,10 +171,10 @@ class Block(nn.Module):
 
     def feed(self, x: Tensor, counted: Tensor | None, firing: bool = True) -> tuple[Tensor, FFNResult]:
         """The second half; compiled, it does not count which neurons fire if `firing` is not asked for."""
-        y, l1, nnz, fired = self.ffn(self.ffn_norm(x), counted)
+        y, l1, nnz, fired = self.ffn(self.ffn_norm(x), counted, residual=x)
         # Without y: all layers' would live until the loss, and each get a gradient of zeros, to be made and added.
         # No _replace: torch 2.11 cannot compile it.
-        return x + y, FFNResult(None, l1, nnz, fired) if firing else FFNResult(None, l1)
+        return y, FFNResult(None, l1, nnz, fired) if firing else FFNResult(None, l1)
 
 
 class Transformer(nn.Module):

@@ -41,24 +41,24 @@ class ReluFFN:
 
             self.state = FFNState(len(w_up), w_up.device)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [..., d] -> y [..., d]. Complete only if `settle` then says so."""
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [..., d] -> y [..., d], with `residual` [..., d] added. Complete only if `settle` then says so."""
         if not self.sparse:
-            return ffn_forward(x, *self.weights).y
+            return _sum(residual, ffn_forward(x, *self.weights).y)
         from kernels.decode import decode_ffn  # needs triton
 
         d = x.shape[-1]
         n = x.numel() // d
         if n == 0:
-            return torch.empty_like(x)
+            return _sum(residual, torch.empty_like(x))
         if n <= FEW:
-            return decode_ffn(x, *self.weights)
+            return _sum(residual, decode_ffn(x, *self.weights))
         if self.state is not None:
             from kernels.dispatch import Shape
 
             w_gate, w_up, _ = self.weights
             self.state.shape, self.state.dtype = Shape(n, d, len(w_up), w_gate is not None, x.element_size()), x.dtype
-        return sparse_ffn(x, *self.weights, impl=self.impl, state=self.state, stats=False).y
+        return sparse_ffn(x, *self.weights, residual=residual, impl=self.impl, state=self.state, stats=False).y
 
     def share_fired(self, rows: int) -> float | None:
         """The share of the neurons that fire on any of `rows` tokens, by what has been learnt; None before that.
@@ -67,6 +67,10 @@ class ReluFFN:
         """
         rate = None if self.state is None else self.state.decision.rate  # [h], the share of tokens
         return None if rate is None else (1 - (1 - rate) ** rows).mean().item()
+
+
+def _sum(residual: Tensor | None, y: Tensor) -> Tensor:
+    return y if residual is None else residual + y
 
 
 def settle(layers: Sequence[ReluFFN]) -> bool:

@@ -120,7 +120,7 @@ def test_without_statistics(device):
     x, *weights = case.tensors
     state = FFNState(70, device)
     y, *_ = forward_pass(
-        x, *weights, None, state.handle, False, False, False
+        x, *weights, None, None, state.handle, False, False, False
     )  # what auto does on a GPU: dense at first
     torch.testing.assert_close(y, expected)
     assert state.seen.numbers[0] == 1
@@ -196,11 +196,38 @@ def test_dtypes_and_devices_must_agree_and_a_state_must_fit(device):
         sparse_ffn(x, w_gate, w_up, w_down, impl="triton", state=FFNState(48, device))
 
 
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("route", ["sparse", "dense", "torch"])
+def test_a_residual_is_added(route, gated, device):
+    case = make_case(6, 16, 200, "50 %", gated=gated, device=device)  # long rows
+    leaves = [None if t is None else t.detach().requires_grad_() for t in case.tensors]
+    residual = torch.randn_like(case.x).requires_grad_()
+    if route == "dense":
+        y = apply(*leaves, None, residual, None, False, True, True)[0]
+    else:
+        impl = "torch" if route == "torch" else "triton"
+        y = sparse_ffn(*leaves, residual=residual, impl=impl).y
+    torch.testing.assert_close(y, residual + sparse_ffn(*leaves, impl="torch").y, rtol=1e-4, atol=1e-4)
+    wanted = [t for t in leaves if t is not None]
+    d_residual, *gradients = torch.autograd.grad(y, [residual, *wanted], case.dy)
+    assert torch.equal(d_residual, case.dy)
+    expected = torch.autograd.grad(sparse_ffn(*leaves, impl="torch").y, wanted, case.dy)
+    torch.testing.assert_close(gradients, list(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_a_residual_must_look_like_the_output(device):
+    case = make_case(4, 16, 40, "50 %", device=device)
+    with pytest.raises(ValueError, match=r"residual must have the shape of x, \(4, 16\), got \(4, 8\)"):
+        sparse_ffn(*case.tensors, residual=case.dy[:, :8], impl="triton")
+    with pytest.raises(ValueError, match=r"residual is torch.float16 on .*, but y torch.float32"):
+        sparse_ffn(*case.tensors, residual=case.dy.half(), impl="torch")
+
+
 @pytest.mark.parametrize("force", [True, False])
 def test_a_second_derivative_is_refused(force, device):
     case = make_case(4, 16, 40, "50 %", device=device)
     leaves = [t.detach().requires_grad_() for t in case.tensors]
-    y = apply(*leaves, None, None, force, True, True)[0]
+    y = apply(*leaves, None, None, None, force, True, True)[0]
     dy = case.dy.requires_grad_()
     (dx,) = torch.autograd.grad(y, leaves[0], dy, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -213,5 +240,6 @@ def test_operator_is_registered_properly(gated, route, device):
     case = make_case(2, 8, 20, "50 %", gated=gated, device=device, masked=True)
     tensors = [None if t is None else t.detach().requires_grad_() for t in case.tensors]
     state = FFNState(20, device)
-    arguments = (*tensors, case.counted.view(torch.int8), state.handle, route == "sparse", True, True)
+    residual = case.dy.clone().requires_grad_()
+    arguments = (*tensors, case.counted.view(torch.int8), residual, state.handle, route == "sparse", True, True)
     torch.library.opcheck(torch.ops.twell.ffn_forward.default, arguments)

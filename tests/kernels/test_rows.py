@@ -33,20 +33,22 @@ def test_weights_beyond_the_cache_are_gathered_in_pieces(monkeypatch):
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("add", [True, False])
+@pytest.mark.parametrize("add, with_residual", [(True, False), (False, False), (True, True), (False, True)])
 @pytest.mark.parametrize("d", [24, 70])
-def test_forward(gated, add, d, device):
+def test_forward(gated, add, with_residual, d, device):
     dense, x, _, (_, w_up, w_down) = problem(d, device)
     counted = torch.tensor([1, 1, 1, 0, 1, 1], dtype=torch.int8, device=device)
     packed = pack(dense, segments=8)
     before = torch.randn(6, d, device=device)
     y = before.clone() if add else torch.empty_like(x)
     l1 = torch.empty(6, device=device)
-    rows.forward(x, w_up if gated else None, w_down, packed.rows, y, add, counted, l1)
+    residual = torch.randn(6, d, device=device) if with_residual else None
+    rows.forward(x, w_up if gated else None, w_down, packed.rows, y, add, counted, l1, residual)
 
     up = x @ w_up.T
     a = dense * up if gated else dense
-    torch.testing.assert_close(y, a @ w_down + (before if add else 0), rtol=1e-4, atol=1e-3)
+    expected = a @ w_down + (before if add else 0) + (residual if with_residual else 0)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(l1.sum(), a[counted.bool()].abs().sum(), rtol=1e-5, atol=1e-3)
     if gated:
         for t in range(6):

@@ -22,9 +22,12 @@ def test_hot_and_cold_neurons_together(n_hot, gated, device):
     counted, dl1 = case.counted.view(torch.int8), torch.tensor(0.1, device=device)
     out = sparse.forward(case.x, *weights, counted, order, Room(n * h, n * tiles, n * tiles), None, True)
     gradients = sparse.backward(case.dy, dl1, case.x, *weights, counted, order, n * tiles, None, out.rows)
+    room = Room(n * h, n * tiles, n * tiles)
+    with_residual = sparse.forward(case.x, *weights, counted, order, room, None, True, residual=case.dy)
 
     expected = ffn_forward(case.x, *weights, case.counted)
     torch.testing.assert_close(out.y, expected.y, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(with_residual.y, out.y + case.dy, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out.l1, expected.l1, rtol=1e-4, atol=1e-4)
     assert torch.equal(out.rows.count, expected.nnz) and torch.equal(out.fired, expected.fired)
     for gradient, wanted in zip(gradients, ffn_backward(case.x, *weights, case.dy, dl1, case.counted)):

@@ -85,8 +85,8 @@ def test_weights_have_one_row_per_neuron():
 def test_impl_reaches_the_kernels(monkeypatch: pytest.MonkeyPatch):
     seen = []
 
-    def sparse_ffn(x, *weights, counted, impl, state):
-        seen.append((impl, state))
+    def sparse_ffn(x, *weights, counted, residual, impl, state):
+        seen.append((residual, impl, state))
         return x, None, None, None
 
     monkeypatch.setattr("twell.ffn.sparse_ffn", sparse_ffn)
@@ -95,8 +95,15 @@ def test_impl_reaches_the_kernels(monkeypatch: pytest.MonkeyPatch):
     x, counted = inputs()
     ffn = build_ffn(cfg, D)
     ffn.state = "what it remembers"
-    ffn(x, counted)
-    assert seen == [("torch", "what it remembers")]
+    ffn(x, counted, residual="a tensor")
+    assert seen == [("a tensor", "torch", "what it remembers")]
+
+
+@pytest.mark.parametrize("kind", ["dense_silu", "dense_relu", "sparse", "sparse_nongated"])
+def test_a_residual_is_added(kind: str):
+    ffn, (x, counted) = layer(kind), inputs()
+    residual = torch.randn_like(x)
+    torch.testing.assert_close(ffn(x, counted, residual=residual).y, residual + ffn(x, counted).y)
 
 
 def test_bf16_activations_use_bf16_weights():

@@ -55,11 +55,12 @@ class DenseReluL1(DenseFFN):
     def __init__(self, d_model: int, d_ff: int):
         super().__init__(d_model, d_ff, "relu")
 
-    def forward(self, x: Tensor, counted: Tensor | None) -> FFNResult:
+    def forward(self, x: Tensor, counted: Tensor | None, residual: Tensor | None = None) -> FFNResult:
         w_gate, w_up, w_down = self.weights(x.dtype)
         a = F.relu(F.linear(x, w_gate)) * F.linear(x, w_up)  # [b, t, h]
         l1 = a.abs().sum(-1, dtype=torch.float32)  # [b, t]
-        return FFNResult(a @ w_down, (l1 if counted is None else l1.where(counted, 0)).sum())
+        y = a @ w_down if residual is None else residual + a @ w_down
+        return FFNResult(y, (l1 if counted is None else l1.where(counted, 0)).sum())
 
 
 class Setup:
