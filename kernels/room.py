@@ -3,6 +3,9 @@
 Tokens are not equal: in real layers some fire everything, a few in a million, and one such token needs more segments
 than all others together. So room follows the maximum over many passes, slowly forgotten, plus what a few tokens that
 fire everything would need on top. A pass that runs over all the same is repeated by its caller (`kernels.state`).
+
+In the first hundreds of steps a model changes so fast that a layer may need twice as much a few steps later, and one
+layer of many is enough to repeat the step. So an overflow of any layer earns all of them more headroom for a while.
 """
 
 from collections.abc import Sequence
@@ -11,9 +14,10 @@ from typing import NamedTuple
 from kernels.compact import SPLIT
 
 PER = 1024  # what was needed is noted per so many tokens, so that batches of different sizes compare
-HEADROOM = 1.25  # room given over the most that was needed
-AFTER_OVERFLOW = 1.6  # the same, when that ran over
-DECAY = 0.98  # of the remembered maximum, per update
+HEADROOM = 1.25  # room given over the most that was needed, in quiet times
+MOST_HEADROOM = 4.0
+GROWTH = 1.5  # of the headroom, by an overflow
+DECAY = 0.98  # of the remembered maximum and of the headroom, per update
 SPARE_TOKENS = 4  # tokens that fire everything and still fit
 
 
@@ -39,13 +43,19 @@ class RoomMemory:
 
     def __init__(self):
         self.most = [0.0] * len(Needs._fields)
+        self.headroom = HEADROOM
         self.room: Needs | None = None
 
-    def learn(self, needs: Sequence[int], overflowed: bool) -> Needs:
+    def adapt(self, overflowed: bool) -> None:
+        """Once per update, before the rest. overflowed: whether any layer ran over since the last one."""
+        self.headroom = (
+            min(GROWTH * self.headroom, MOST_HEADROOM) if overflowed else max(DECAY * self.headroom, HEADROOM)
+        )
+
+    def learn(self, needs: Sequence[int]) -> Needs:
         """Room per PER tokens after passes that needed up to `needs`."""
         self.most = [max(need, DECAY * most) for need, most in zip(needs, self.most)]
-        headroom = AFTER_OVERFLOW if overflowed else HEADROOM
-        want = [int(headroom * most) + 1 for most in self.most]
+        want = [int(self.headroom * most) + 1 for most in self.most]
         if self.room is not None:  # a size that still does stays: each new one is allocated anew
             want = [have if w <= have <= 2 * w else w for have, w in zip(self.room, want)]
         self.room = Needs(*want)
@@ -54,7 +64,7 @@ class RoomMemory:
     def restart(self, bounds: Needs) -> Needs:
         """Room for a neuron order that has not run yet, of whose needs only upper bounds are known."""
         self.most = [float(bounds.entries), 0.0, 0.0, float(bounds.all_segments)]  # the rest will be measured
-        self.room = Needs(*(int(HEADROOM * bound) + 1 for bound in bounds))
+        self.room = Needs(*(int(self.headroom * bound) + 1 for bound in bounds))
         return self.room
 
 

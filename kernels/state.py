@@ -158,13 +158,14 @@ class FFNState:
         self.sample = torch.empty(min(n, SAMPLE), -(-self.h // 32), dtype=torch.int32, device=self.seen.numbers.device)
         return self.sample
 
-    def learn(self, numbers: Sequence[int], fired: Tensor) -> None:
+    def learn(self, numbers: Sequence[int], fired: Tensor, others_overflowed: bool = False) -> None:
         """Decide anew from the host copy of `seen`; `fired` int32 [h]."""
         calls, tokens, *needs, overflow, in_a_tile = numbers
+        self.room.adapt(bool(overflow) or others_overflowed)
         slots = max(self.decision.slots, _more_slots(in_a_tile)) if self.decision.slots else 0
         if calls == 0 or tokens == 0 or self.shape is None:
             if overflow:  # of passes without statistics: there is nothing to learn but that they need more room
-                old, room = self.decision, self.room.learn(needs, True)
+                old, room = self.decision, self.room.learn(needs)
                 self.decide(replace(old, version=old.version + 1, room=room, slots=slots, routes={}, rooms={}))
             return
         self.fired = MEMORY * self.fired + fired
@@ -180,7 +181,7 @@ class FFNState:
             kept = replace(old, rate=rate[old.train.order.cpu().long()], routes={}, rooms={})
             kept_costs, _ = kept.costs(self.shape, True, device, self.dtype)
             if kept_costs.total(True) < (1 + dispatch.HYSTERESIS) * costs.total(True):
-                room = self.room.learn(needs, bool(overflow))
+                room = self.room.learn(needs)
                 self.decide(replace(kept, version=old.version + 1, room=room, slots=slots))
                 return
         gathers_only, hot_too = (
@@ -203,7 +204,7 @@ class FFNState:
         return {
             "fired": self.fired, "tokens": self.tokens, "order": decision.train.order.cpu(), "rate": decision.rate,
             "n_hot": (decision.train.n_hot, decision.infer.n_hot), "grouped": decision.grouped, "room": decision.room,
-            "most": self.room.most, "slots": decision.slots, "dtype": self.dtype,
+            "most": self.room.most, "headroom": self.room.headroom, "slots": decision.slots, "dtype": self.dtype,
             "shape": None if self.shape is None else tuple(self.shape),
         }  # fmt: skip
 
@@ -214,7 +215,7 @@ class FFNState:
         self.fired, self.tokens, self.dtype = saved["fired"], saved["tokens"], saved["dtype"]
         self.shape = None if saved["shape"] is None else Shape(*saved["shape"])
         train, infer = (make_order(permutation, n_hot - n_hot % WHOLE) for n_hot in saved["n_hot"])
-        self.room.room, self.room.most = saved["room"], saved["most"]
+        self.room.room, self.room.most, self.room.headroom = saved["room"], saved["most"], saved["headroom"]
         version = self.decision.version + 1
         learnt = (saved["slots"], version, saved["rate"], saved["room"], saved["grouped"])
         self.decide(Decision(version, train, infer, *learnt))
@@ -257,10 +258,11 @@ def update(states: Sequence[FFNState]) -> None:
     host = torch.cat([numbers.view(-1), fired.long()]).to("cpu")
     rows = host[: numbers.numel()].view(len(states), -1).tolist()
     counts = host[numbers.numel() :].split([state.h for state in states])
+    overflow = any(row[6] for row in rows)
     for state, row, fired in zip(states, rows, counts):
         state.seen.numbers.zero_()
         state.seen.fired.zero_()
-        state.learn(row, fired)
+        state.learn(row, fired, overflow)
 
 
 def table(states: Sequence[FFNState]) -> str:

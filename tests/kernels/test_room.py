@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from kernels.compact import SPLIT
-from kernels.room import PER, Needs, RoomMemory, room_for
+from kernels.room import HEADROOM, MOST_HEADROOM, PER, Needs, RoomMemory, room_for
 
 
 def heavy_tailed_passes(passes: int, n: int, h: int, generator: torch.Generator):
@@ -31,32 +31,62 @@ def test_heavy_tails_rarely_overflow(update_every):
         overflows += over
         overflowed |= over
         if over or step % update_every == update_every - 1 or step == 0:
-            memory.learn((*most, 0, most[1]), overflowed)
+            memory.adapt(overflowed)
+            memory.learn((*most, 0, most[1]))
             most, overflowed = [0, 0], False
     assert overflows <= 1
 
 
 def test_room_follows_the_maximum_and_forgets_slowly():
     memory = RoomMemory()
-    memory.learn((1000, 10, 500, 10), False)
-    room = memory.learn((100, 1, 50, 1), False)
+    memory.learn((1000, 10, 500, 10))
+    room = memory.learn((100, 1, 50, 1))
     assert room.entries >= 1000
     for _ in range(300):
-        room = memory.learn((100, 1, 50, 1), False)
+        room = memory.learn((100, 1, 50, 1))
     assert room.entries <= 2 * 126
 
 
 def test_overflow_earns_more_than_was_needed():
     memory = RoomMemory()
-    memory.learn((1000, 10, 500, 10), False)
-    assert memory.learn((2000, 10, 500, 10), True).entries >= 1.5 * 2000
+    memory.learn((1000, 10, 500, 10))
+    memory.adapt(overflowed=True)
+    assert memory.learn((2000, 10, 500, 10)).entries >= 1.5 * 2000
+
+
+def test_headroom_grows_with_overflows_and_shrinks_in_quiet_times():
+    memory = RoomMemory()
+    for _ in range(9):
+        memory.adapt(overflowed=True)
+    assert memory.learn((1000, 10, 500, 10)).entries == MOST_HEADROOM * 1000 + 1
+    for _ in range(100):
+        memory.adapt(overflowed=False)
+    assert memory.headroom == HEADROOM
+
+
+def test_needs_that_keep_growing_overflow_a_few_times_only():
+    """28 layers whose needs double within ten steps, as early in training; updates after every fifth."""
+    memories, needs, overflows = [RoomMemory() for _ in range(28)], [1000.0] * 28, 0
+    generator = torch.Generator().manual_seed(0)
+    for memory in memories:
+        memory.learn((1000,) * 4)
+    for step in range(60):
+        growth = 1 + 0.14 * torch.rand(28, generator=generator)
+        needs = [need * g for need, g in zip(needs, growth.tolist())]
+        over = any(need > memory.room.entries for need, memory in zip(needs, memories))
+        overflows += over
+        if over or step % 5 == 4:
+            for need, memory in zip(needs, memories):
+                memory.adapt(over)
+                memory.learn((int(need),) * 4)
+    assert overflows <= 6
 
 
 def test_a_size_that_does_is_kept():
     memory = RoomMemory()
-    memory.learn((1000, 10, 500, 10), False)
-    grown = memory.learn((900, 9, 450, 9), False)
-    assert memory.learn((950, 9, 470, 9), False) == grown
+    memory.learn((1000, 10, 500, 10))
+    grown = memory.learn((900, 9, 450, 9))
+    assert memory.learn((950, 9, 470, 9)) == grown
 
 
 def test_capacities_never_exceed_what_could_be_needed():

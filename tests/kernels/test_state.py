@@ -51,6 +51,17 @@ def test_overflow_is_seen_and_repeating_the_step_is_exact(buffer, n, h, pattern,
     assert_accurate(case, output, gradients)
 
 
+def test_one_layers_overflow_earns_all_layers_headroom(device, monkeypatch):
+    monkeypatch.setattr("kernels.room.SPARE_TOKENS", 0)
+    case = make_case(2, 8, 300, "all", device=device)
+    narrow, wide = (learn(FFNState(300, device), case) for _ in range(2))
+    before = wide.room.headroom
+    run(case, impl="triton", state=with_room(narrow, "entries", 1))
+    assert overflowed([narrow, wide]) and not overflowed([wide])
+    update([narrow, wide])
+    assert narrow.room.headroom == wide.room.headroom > before
+
+
 def test_passes_without_statistics_get_more_room_too(device, monkeypatch):
     monkeypatch.setattr("kernels.room.SPARE_TOKENS", 0)
     case = make_case(2, 8, 300, "all", device=device)
