@@ -23,7 +23,7 @@ from twell.memory import collecting_by_hand, explain_out_of_memory
 from twell.model import Transformer
 
 FEWEST_ROUNDS = 5
-LONG_CALL = 0.3  # seconds
+FEWEST_CALLS, TURN = 3, 0.3  # calls in a row that are timed as one, and the seconds that they take at least
 
 
 @dataclass
@@ -85,8 +85,8 @@ def compare(contenders: dict[str, Contender], call: Call, firing: list[dict], se
     """All numbers of all variants, as they go into the JSON file. `firing`: of `firing_by_layer`."""
     options, device, peak = setup.options, setup.device, peak_flops(setup.device)
     learning = {name: contender.repeats for name, contender in contenders.items()}
-    slowest = max(contender.seconds for contender in contenders.values()) * call.n_batches
-    rounds = options.rounds or max(FEWEST_ROUNDS, round(options.seconds / slowest))
+    longest = max(contender.seconds * calls_in_a_turn(contender, call.n_batches) for contender in contenders.values())
+    rounds = options.rounds or max(FEWEST_ROUNDS, round(options.seconds / longest))
     times = take_turns(contenders, call.n_batches, rounds, device)
     results = {}
     for name, contender in contenders.items():
@@ -122,26 +122,32 @@ def compare(contenders: dict[str, Contender], call: Call, firing: list[dict], se
     return results
 
 
+def calls_in_a_turn(contender: Contender, n_batches: int) -> int:
+    """How many calls are timed as one: all batches equally often."""
+    wanted = max(FEWEST_CALLS, math.ceil(TURN / contender.seconds))
+    return math.ceil(wanted / n_batches) * n_batches
+
+
 def take_turns(
     contenders: dict[str, Contender], n_batches: int, rounds: int, device: torch.device
 ) -> dict[str, list[float]]:
-    """Milliseconds of every call.
+    """Milliseconds of a call, one number a turn.
 
-    A GPU lowers its clock under the power that dense products draw, and takes a while to raise it again. In a long call
-    that while does not show; before short ones, an untimed call lets it pass. Nor does it show that the host waits for
-    the end of each call.
+    The calls of a turn follow each other as in training: nobody waits for the end of one, so that the host may launch
+    the next while the device still works. A GPU lowers its clock under the power that dense products draw, and takes a
+    while to raise it again: an untimed call lets that pass.
     """
     times = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, contender in contenders.items():
-            if contender.seconds < LONG_CALL:
-                contender(0)
-            for i in range(n_batches):
-                measure.synchronize(device)
-                started = time.perf_counter()
-                contender(i)
-                measure.synchronize(device)
-                times[name].append(1e3 * (time.perf_counter() - started))
+            contender(0)
+            n_calls = calls_in_a_turn(contender, n_batches)
+            measure.synchronize(device)
+            started = time.perf_counter()
+            for i in range(n_calls):
+                contender(i % n_batches)
+            measure.synchronize(device)
+            times[name].append(1e3 * (time.perf_counter() - started) / n_calls)
     return times
 
 

@@ -10,7 +10,14 @@ from twell.bench import __main__ as bench
 from twell.bench import fit as bench_fit
 from twell.bench import step_measure as bench_step_measure
 from twell.bench.step import Contender, Training
-from twell.bench.step_measure import Call, computed_neurons, joules_per_token, median_and_spread, take_turns
+from twell.bench.step_measure import (
+    Call,
+    calls_in_a_turn,
+    computed_neurons,
+    joules_per_token,
+    median_and_spread,
+    take_turns,
+)
 from twell.bench.step_model import DenseReluL1, ModelOptions, Setup, initialise
 from twell.bench.step_parts import PARTS, Widths, part_of, time_by_part
 from twell.model import IGNORE
@@ -340,19 +347,28 @@ def test_targets_are_all_counted_with_random_tokens():
 # ---- Timing
 
 
-def test_contenders_take_turns_and_short_ones_settle():
-    calls = []
+def test_contenders_take_turns(monkeypatch):
+    """An untimed call, then several as one: at least three, all batches equally often, more of the short ones."""
+    events = []
+    monkeypatch.setattr(bench_step_measure.measure, "synchronize", lambda device: events.append("wait"))
 
     class Fake:
         def __init__(self, name: str, seconds: float):
             self.name, self.seconds = name, seconds
 
         def __call__(self, i: int) -> None:
-            calls.append(f"{self.name}{i}")
+            events.append(f"{self.name}{i}")
 
-    times = take_turns({"a": Fake("a", 1.0), "b": Fake("b", 0.01)}, n_batches=2, rounds=2, device=torch.device("cpu"))
-    assert calls == ["a0", "a1", "b0", "b0", "b1"] * 2
-    assert all(len(own) == 4 and min(own) > 0 for own in times.values())
+    fakes = {"a": Fake("a", 0.9), "b": Fake("b", 0.055)}
+    times = take_turns(fakes, n_batches=2, rounds=2, device=torch.device("cpu"))
+    of_a, of_b = ["wait", *["a0", "a1"] * 2, "wait"], ["wait", *["b0", "b1"] * 3, "wait"]
+    assert events == ["a0", *of_a, "b0", *of_b] * 2
+    assert all(len(own) == 2 and min(own) > 0 for own in times.values())
+
+
+def test_a_turn_has_one_time_for_all_of_its_calls():
+    contender = SimpleNamespace(seconds=0.08)
+    assert calls_in_a_turn(contender, 1) == 4 and calls_in_a_turn(contender, 3) == 6
 
 
 def test_median_and_spread():
