@@ -18,6 +18,7 @@ HEADROOM = 1.25  # room given over the most that was needed, in quiet times
 MOST_HEADROOM = 4.0
 GROWTH = 1.5  # of the headroom, by an overflow
 DECAY = 0.98  # of the remembered maximum and of the headroom, per update
+SPARE = 1.3  # of a size that had to grow: each new size is allocated anew, and a CUDA graph recorded anew
 SPARE_TOKENS = 4  # tokens that fire everything and still fit
 
 
@@ -56,8 +57,8 @@ class RoomMemory:
         """Room per PER tokens after passes that needed up to `needs`."""
         self.most = [max(need, DECAY * most) for need, most in zip(needs, self.most)]
         want = [int(self.headroom * most) + 1 for most in self.most]
-        if self.room is not None:  # a size that still does stays: each new one is allocated anew
-            want = [have if w <= have <= 2 * w else w for have, w in zip(self.room, want)]
+        if self.room is not None:  # a size that still does stays, and a larger one is to do for a while: see SPARE
+            want = [int(SPARE * w) if w > have else have if have <= 2 * w else w for have, w in zip(self.room, want)]
         self.room = Needs(*want)
         return self.room
 

@@ -114,6 +114,7 @@ class FFNState:
             torch.zeros(8, dtype=torch.int64, device=device), torch.zeros(h, dtype=torch.int32, device=device)
         )
         self.captured = False  # set it before passes that a CUDA graph is to capture, and before their warm-up
+        self.forced = False  # set it if all passes run the sparse stages, whatever is predicted: `signature` needs it
         self.shape: Shape | None = None  # of the latest training pass, or of the first without
         self.dtype: torch.dtype | None = None
         self.fired = torch.zeros(h, dtype=torch.float64)  # firing counts, older updates weighing less
@@ -241,14 +242,16 @@ def overflowed(states: Sequence[FFNState]) -> Tensor:
 
 
 def signature(states: Sequence[FFNState]) -> tuple:
-    """What a captured CUDA graph of training passes has baked in: when this changes, capture anew."""
+    """What a captured CUDA graph of training passes has baked in: when this changes, capture anew.
+
+    Of a layer that runs dense, only that: what it learns meanwhile is for later.
+    """
     return tuple(
-        (
-            state.decision.ordered, state.decision.room, state.decision.slots, state.wants_sample, state.shape,
-            state.runs_sparse(),
-        )
+        (state.decision.ordered, state.decision.room, state.decision.slots, state.wants_sample, state.shape)
+        if state.forced or state.runs_sparse()
+        else None
         for state in states
-    )  # fmt: skip
+    )
 
 
 def update(states: Sequence[FFNState]) -> None:

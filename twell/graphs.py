@@ -18,7 +18,8 @@ from data.loader import Batch
 from twell.config import Config
 
 AUTO_BELOW = 500_000_000  # parameters; larger models keep the device busy by themselves
-WARM_UP = 3  # micro-steps launched one by one before a recording: they compile, tune and allocate what they need
+WARM_UP = 3  # micro-steps launched one by one before the first recording: they compile, tune and allocate
+AGAIN = 1  # the same before the next ones: kernels that were not used yet are compiled
 
 
 def wanted(cfg: Config, device: torch.device, world_size: int, n_params: int) -> bool:
@@ -65,7 +66,7 @@ class GraphedMicroStep:
         self._micro_step, self._signature, self._recorder = micro_step, signature, recorder
         self._replay: Callable[[], None] | None = None
         self._baked_in: Hashable = None
-        self._n_launched = 0  # micro-steps launched one by one under that signature
+        self._n_launched, self._warm_up = 0, WARM_UP  # micro-steps launched one by one under that signature, and wanted
         self._input: Batch | None = None
 
     def __call__(self, batch: Batch) -> None:
@@ -73,7 +74,7 @@ class GraphedMicroStep:
         if signature != self._baked_in:
             self._forget()
             self._baked_in = signature
-        if self._n_launched < WARM_UP:
+        if self._n_launched < self._warm_up:
             self._n_launched += 1
             self._recorder.run(lambda: self._micro_step(batch))
             return
@@ -88,6 +89,7 @@ class GraphedMicroStep:
         """Drop the recording, once the device is done with it."""
         if self._replay is not None:
             self._recorder.wait()
+            self._warm_up = AGAIN
         self._replay, self._n_launched = None, 0
 
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from kernels.ops import unsupported
 from twell.ffn import SparseFFN
 
+LONGEST = 200  # steps between updates, which add up firing tokens in int32
+
 
 class Routing:
     """The states of a model's sparse layers, in the order of the layers."""
@@ -23,7 +25,7 @@ class Routing:
         self._device = device
         self._layers = [module for module in model.modules() if isinstance(module, SparseFFN)]
         self._states = []
-        self._steps = 0  # learnt from
+        self._steps = self._updated = 0  # steps so far, and when `after_step` last learnt
         for layer in self._layers:
             d_ff, d_model = layer.w_up.shape
             # auto on a CPU is torch: there the kernels only run in Triton's interpreter
@@ -32,6 +34,7 @@ class Routing:
                 from kernels.state import FFNState  # needs triton
 
                 layer.state = FFNState(d_ff, device)
+                layer.state.forced = layer.impl == "triton"
                 self._states.append(layer.state)
 
     def overflowed(self) -> Tensor:
@@ -63,12 +66,16 @@ class Routing:
         return signature(self._states)
 
     def after_step(self, logging: bool) -> None:
-        """Call after every optimizer step: learns after the 1st, 2nd, 4th, 8th, ... and when `logging`.
+        """Call after every optimizer step: learns after the 1st, 2nd, 4th, 8th, ... and, if some time has passed, when
+        `logging`.
 
-        Layers become sparse within the first few hundred steps; each update waits for the device.
+        Layers become sparse within the first few hundred steps and change ever more slowly. An update waits for the
+        device, and what it decides may cost a new CUDA graph: so the next one comes when an eighth more steps are done.
         """
         self._steps += 1
-        if logging or self._steps & (self._steps - 1) == 0:
+        has_passed = self._steps - self._updated >= min(self._steps // 8, LONGEST)
+        if (logging and has_passed) or self._steps & (self._steps - 1) == 0:
+            self._updated = self._steps
             self.update()
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -82,7 +89,7 @@ class Routing:
         layers = [state.state_dict() for state in self._states]
         for layer in layers:
             layer["room"] = None if layer["room"] is None else tuple(layer["room"])
-        return {"steps": self._steps, "layers": layers}
+        return {"steps": self._steps, "updated": self._updated, "layers": layers}
 
     def load_state_dict(self, saved: dict[str, Any] | None) -> None:
         """Go on from what `state_dict` gave, if it fits; otherwise learn anew."""
@@ -90,7 +97,7 @@ class Routing:
             return
         from kernels.room import Needs
 
-        self._steps = saved["steps"]
+        self._steps, self._updated = saved["steps"], saved["updated"]
         for state, layer in zip(self._states, saved["layers"]):
             room = None if layer["room"] is None else Needs(*layer["room"])
             state.load_state_dict({**layer, "room": room})

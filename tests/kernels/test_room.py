@@ -89,6 +89,13 @@ def test_a_size_that_does_is_kept():
     assert memory.learn((950, 9, 470, 9)) == grown
 
 
+def test_a_size_that_grows_does_for_a_while():
+    memory, sizes = RoomMemory(), set()
+    for need in range(1000, 2000, 20):
+        sizes.add(memory.learn((need, 0, 0, 0)).entries)
+    assert len(sizes) <= 4
+
+
 def test_capacities_never_exceed_what_could_be_needed():
     room = room_for(Needs(10**6, 10**6, 10**6, 10**6), 3, 100, 2, True, True)
     assert room == (300, 6, 6)

@@ -162,6 +162,7 @@ def test_cold_neurons_are_grouped_once_a_sample_was_seen(device):
 def test_signature_changes_with_what_a_captured_graph_contains(device):
     case = make_case(6, 8, 140, "1 %", device=device)
     state = FFNState(140, device)
+    state.forced = True
     before = signature([state])
     run(case, impl="triton", state=state)  # leaves the sample from which co-activation is learnt
     sampled = signature([state])

@@ -8,7 +8,7 @@ from tests.training import compose_config
 from twell import graphs
 from twell.checks import validate
 from twell.config import ConfigError
-from twell.graphs import WARM_UP, GraphedMicroStep
+from twell.graphs import AGAIN, WARM_UP, GraphedMicroStep
 
 
 class FakeRecorder:
@@ -60,8 +60,9 @@ def test_a_changed_decision_is_launched_and_recorded_anew():
     step = GraphedMicroStep(lambda batch: used.append(None), lambda: next(decisions), recorder)
     for batch in batches(10):
         step(batch)
-    once = ["run"] * WARM_UP + ["record", "replay", "replay"]
-    assert recorder.log == [*once, "wait", *once] and len(used) == 10
+    first = ["run"] * WARM_UP + ["record", "replay", "replay"]
+    then = ["wait"] + ["run"] * AGAIN + ["record"] + ["replay"] * (5 - AGAIN)
+    assert recorder.log == [*first, *then] and len(used) == 10
 
 
 def test_decisions_that_never_settle_are_never_recorded():

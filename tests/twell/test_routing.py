@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from kernels.dispatch import Shape
 from tests.training import losses, train_tiny
@@ -40,13 +41,32 @@ def test_dense_kinds_have_no_routes():
     assert Routing(build_ffn(FFNConfig(kind="dense_relu", d_ff=8), 4), CPU, torch.float32).metrics() == {}
 
 
-def test_layers_learn_early_and_when_logging(monkeypatch):
+def test_layers_learn_early_and_ever_more_rarely_when_logging(monkeypatch):
     routing = Routing(build_ffn(FFNConfig(kind="sparse", d_ff=8, impl="triton"), 4), CPU, torch.float32)
     learnt = []
     monkeypatch.setattr(routing, "update", lambda: learnt.append(step))
-    for step in range(1, 21):
+    for step in range(1, 4001):
         routing.after_step(logging=step % 10 == 0)
-    assert learnt == [1, 2, 4, 8, 10, 16, 20]
+    assert learnt[:12] == [1, 2, 4, 8, 10, 16, 20, 30, 32, 40, 50, 60]
+    assert [step for step in learnt if 1000 <= step < 1300] == [1024, 1170] and learnt[-2:] == [3650, 3850]
+
+
+def test_what_dense_layers_learn_makes_no_new_signature():
+    layers = nn.ModuleList(build_ffn(FFNConfig(kind="sparse", d_ff=48, impl=impl), 8) for impl in ("triton", "triton"))
+    routing = Routing(layers, CPU, torch.float32)
+    forced, free = routing._states
+    free.forced = False
+    for state in (forced, free):
+        state.shape, state.dtype = Shape(16, 8, 48, True, 4), torch.float32
+
+    def after_learning(entries: int):
+        for state in (forced, free):
+            state.learn([1, 16, entries, 20, 30, 40, 0, 0], torch.full((48,), 8))
+        assert not free.runs_sparse()
+        return routing.signature()
+
+    before, after = after_learning(700), after_learning(7000)
+    assert before[0] != after[0] and before[1] == after[1]
 
 
 @pytest.mark.slow
