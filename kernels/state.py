@@ -216,7 +216,8 @@ class FFNState:
         self.fired, self.tokens, self.dtype = saved["fired"], saved["tokens"], saved["dtype"]
         self.shape = None if saved["shape"] is None else Shape(*saved["shape"])
         train, infer = (make_order(permutation, n_hot - n_hot % WHOLE) for n_hot in saved["n_hot"])
-        self.room.room, self.room.most, self.room.headroom = saved["room"], saved["most"], saved["headroom"]
+        self.room.room, self.room.most = saved["room"], saved["most"]
+        self.room.headroom = saved.get("headroom", HEADROOM)  # not in early checkpoints
         version = self.decision.version + 1
         learnt = (saved["slots"], version, saved["rate"], saved["room"], saved["grouped"])
         self.decide(Decision(version, train, infer, *learnt))

@@ -97,7 +97,8 @@ class Routing:
             return
         from kernels.room import Needs
 
-        self._steps, self._updated = saved["steps"], saved["updated"]
+        self._steps = saved["steps"]
+        self._updated = saved.get("updated", self._steps)  # not in early checkpoints
         for state, layer in zip(self._states, saved["layers"]):
             room = None if layer["room"] is None else Needs(*layer["room"])
             state.load_state_dict({**layer, "room": room})

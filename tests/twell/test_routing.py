@@ -114,6 +114,10 @@ def test_what_a_layer_has_learnt_survives_as_plain_data(tmp_path):
         assert loaded.decision.room_for(16, 48, backward) == state.decision.room_for(16, 48, backward)
     assert torch.equal(loaded.fired, state.fired) and loaded.shape == state.shape and after._steps == 5
     after.load_state_dict(None)  # a checkpoint without any
+    early = before.state_dict()
+    del early["updated"], early["layers"][0]["headroom"]
+    after.load_state_dict(early)
+    assert after._states[0].room.headroom == state.room.headroom
 
 
 @pytest.mark.slow
