@@ -331,7 +331,14 @@ def test_ctrl_c_ends_in_one_line_and_takes_the_workers_along(tmp_path, workers):
     values = [f"data.paths=[{path}]", f"data.dir={tmp_path}/sets", f"data.workers={workers}", "data.tokenizer=bytes"]
     command = [sys.executable, "-m", "data.prepare", "data=jsonl", *values]
     with lines.open("w") as stderr:
-        running = subprocess.Popen(command, cwd=ROOT, stderr=stderr, start_new_session=True)
+        running = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stderr=stderr,
+            start_new_session=True,
+            # A shell lets what it starts in the background ignore the signal, and so these tests, too.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("sets/*.partial/train-*.bin")):  # until it tokenizes
         assert running.poll() is None and time.monotonic() < deadline
