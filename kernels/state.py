@@ -114,7 +114,7 @@ class FFNState:
             torch.zeros(8, dtype=torch.int64, device=device), torch.zeros(h, dtype=torch.int32, device=device)
         )
         self.captured = False  # set it before passes that a CUDA graph is to capture, and before their warm-up
-        self.forced = False  # set it if all passes run the sparse stages, whatever is predicted: `signature` needs it
+        self.forced = False  # set it if all passes run the sparse stages, whatever is predicted
         self.shape: Shape | None = None  # of the latest training pass, or of the first without
         self.dtype: torch.dtype | None = None
         self.fired = torch.zeros(h, dtype=torch.float64)  # firing counts, older updates weighing less
@@ -136,7 +136,9 @@ class FFNState:
         return cls._live[int(handle)]
 
     def runs_sparse(self, backward: bool = True) -> bool:
-        """Whether a pass of the latest shape would run the sparse stages by choice."""
+        """Whether a pass of the latest shape would run the sparse stages, by force or by choice."""
+        if self.forced:
+            return True
         return self.shape is not None and self.decision.runs_sparse(
             self.shape, backward, self.seen.numbers.device, self.dtype, self.captured
         )
@@ -249,7 +251,7 @@ def signature(states: Sequence[FFNState]) -> tuple:
     """
     return tuple(
         (state.decision.ordered, state.decision.room, state.decision.slots, state.wants_sample, state.shape)
-        if state.forced or state.runs_sparse()
+        if state.runs_sparse()
         else None
         for state in states
     )
@@ -284,7 +286,7 @@ def table(states: Sequence[FFNState]) -> str:
             n_hot = decision.order(backward).n_hot
             arguments = (state.shape, backward, state.seen.numbers.device, state.dtype)
             sparse, dense = (cost.total(backward) * 1e3 for cost in decision.costs(*arguments))
-            route = "sparse" if state.runs_sparse(backward) else "dense"
+            route = "sparse" if decision.runs_sparse(*arguments, state.captured) else "dense"
             cold = f" {float(decision.rate[n_hot:].sum()):5.1f}" if backward else ""
             line += f" {n_hot:5d}{cold} {route:>6} {sparse:8.3f}/{dense:<8.3f}"
         lines.append(f"{line} {decision.room}")

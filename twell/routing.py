@@ -106,8 +106,6 @@ class Routing:
     def metrics(self) -> dict[str, float]:
         """sparsity/route/layer_00 ...: 1 where the next training pass computes only the non-zeros, else 0."""
         return {
-            f"sparsity/route/layer_{i:02d}": float(
-                layer.state is not None and (layer.impl == "triton" or layer.state.runs_sparse())
-            )
+            f"sparsity/route/layer_{i:02d}": float(layer.state is not None and layer.state.runs_sparse())
             for i, layer in enumerate(self._layers)
         }

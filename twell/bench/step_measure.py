@@ -187,7 +187,7 @@ def computed_neurons(model: Transformer, firing: list[float], backward: bool) ->
             continue
         decision = state.decision
         n_hot = decision.order(backward).n_hot
-        sparse = ffn.impl == "triton" or state.runs_sparse(backward)
+        sparse = state.runs_sparse(backward)
         hot_firing = float(decision.rate[:n_hot].sum())
         counts.append(n_hot + max(0.0, nnz - hot_firing) if sparse else h)
     return counts
