@@ -48,7 +48,7 @@ class RoomMemory:
         self.room: Needs | None = None
 
     def adapt(self, overflowed: bool) -> None:
-        """Once per update, before the rest. overflowed: whether any layer ran over since the last one."""
+        """Once per update, before `learn` or `restart`. overflowed: whether any layer ran over since the last one."""
         self.headroom = (
             min(GROWTH * self.headroom, MOST_HEADROOM) if overflowed else max(DECAY * self.headroom, HEADROOM)
         )

@@ -161,10 +161,9 @@ class FFNState:
         self.sample = torch.empty(min(n, SAMPLE), -(-self.h // 32), dtype=torch.int32, device=self.seen.numbers.device)
         return self.sample
 
-    def learn(self, numbers: Sequence[int], fired: Tensor, others_overflowed: bool = False) -> None:
+    def learn(self, numbers: Sequence[int], fired: Tensor) -> None:
         """Decide anew from the host copy of `seen`; `fired` int32 [h]."""
         calls, tokens, *needs, overflow, in_a_tile = numbers
-        self.room.adapt(bool(overflow) or others_overflowed)
         slots = max(self.decision.slots, _more_slots(in_a_tile)) if self.decision.slots else 0
         if calls == 0 or tokens == 0 or self.shape is None:
             if overflow:  # of passes without statistics: there is nothing to learn but that they need more room
@@ -268,7 +267,8 @@ def update(states: Sequence[FFNState]) -> None:
     for state, row, fired in zip(states, rows, counts):
         state.seen.numbers.zero_()
         state.seen.fired.zero_()
-        state.learn(row, fired, overflow)
+        state.room.adapt(overflow)
+        state.learn(row, fired)
 
 
 def table(states: Sequence[FFNState]) -> str:
