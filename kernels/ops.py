@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kernels.reference import FFNOutput, ffn_forward
+from kernels.reference import FFNOutput, ffn_forward, with_residual
 
 if TYPE_CHECKING:
     from kernels.state import FFNState
@@ -74,7 +74,7 @@ def sparse_ffn(
     nothing_known = impl == "auto" and (state is None or x.device.type != "cuda")
     if impl == "torch" or reason is not None or nothing_known:
         y, l1, nnz, fired = ffn_forward(x, w_gate, w_up, w_down, counted)
-        return FFNOutput(y if residual is None else residual + y, l1, nnz, fired)
+        return FFNOutput(with_residual(y, residual), l1, nnz, fired)
 
     from kernels.autograd import apply
 

@@ -38,6 +38,11 @@ class FFNOutput(NamedTuple):
     fired: Tensor
 
 
+def with_residual(y: Tensor, residual: Tensor | None) -> Tensor:
+    """residual + y, or y without a residual."""
+    return y if residual is None else residual + y
+
+
 class FFNGradients(NamedTuple):
     """Gradients of the inputs, each in its input's shape; `w_gate` is None for the non-gated FFN."""
 

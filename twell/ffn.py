@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.ops import sparse_ffn
+from kernels.reference import with_residual
 from twell.config import FFNConfig
 
 if TYPE_CHECKING:
@@ -59,9 +60,7 @@ class DenseFFN(FFN):
         w_gate, w_up, w_down = self.weights(x.dtype)
         gate = F.linear(x, w_gate)  # [b, t, h]
         gate = F.relu(gate) if self.activation == "relu" else F.silu(gate)
-        y = (gate * F.linear(x, w_up)) @ w_down
-        if residual is not None:
-            y = residual + y
+        y = with_residual((gate * F.linear(x, w_up)) @ w_down, residual)
         if self.activation == "silu" or counted is None:
             return FFNResult(y)
         fires = (gate.detach() > 0).flatten(0, 1)  # [n, h]

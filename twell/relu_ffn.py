@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import IMPLS, sparse_ffn, unsupported
-from kernels.reference import ffn_forward
+from kernels.reference import ffn_forward, with_residual
 from twell.errors import UserError
 
 FEW = 64  # tokens: kernels.decode.MAX_TOKENS, which only triton can import
@@ -44,15 +44,15 @@ class ReluFFN:
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [..., d] -> y [..., d], with `residual` [..., d] added. Complete only if `settle` then says so."""
         if not self.sparse:
-            return _sum(residual, ffn_forward(x, *self.weights).y)
+            return with_residual(ffn_forward(x, *self.weights).y, residual)
         from kernels.decode import decode_ffn  # needs triton
 
         d = x.shape[-1]
         n = x.numel() // d
         if n == 0:
-            return _sum(residual, torch.empty_like(x))
+            return with_residual(torch.empty_like(x), residual)
         if n <= FEW:
-            return _sum(residual, decode_ffn(x, *self.weights))
+            return with_residual(decode_ffn(x, *self.weights), residual)
         if self.state is not None:
             from kernels.dispatch import Shape
 
@@ -67,10 +67,6 @@ class ReluFFN:
         """
         rate = None if self.state is None else self.state.decision.rate  # [h], the share of tokens
         return None if rate is None else (1 - (1 - rate) ** rows).mean().item()
-
-
-def _sum(residual: Tensor | None, y: Tensor) -> Tensor:
-    return y if residual is None else residual + y
 
 
 def settle(layers: Sequence[ReluFFN]) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from data.loader import Batch, validation_batches
 from data.prepare import prepare
+from kernels.reference import with_residual
 from twell import checkpoint, parallel
 from twell.arguments import check_values
 from twell.checks import CHOICES
@@ -59,7 +60,7 @@ class DenseReluL1(DenseFFN):
         w_gate, w_up, w_down = self.weights(x.dtype)
         a = F.relu(F.linear(x, w_gate)) * F.linear(x, w_up)  # [b, t, h]
         l1 = a.abs().sum(-1, dtype=torch.float32)  # [b, t]
-        y = a @ w_down if residual is None else residual + a @ w_down
+        y = with_residual(a @ w_down, residual)
         return FFNResult(y, (l1 if counted is None else l1.where(counted, 0)).sum())
 
 
