@@ -20,9 +20,9 @@ def test_hot_and_cold_neurons_together(n_hot, gated, device):
     tiles = sparse.cold_tiles(h, order)
     weights = case.tensors[1:]
     counted, dl1 = case.counted.view(torch.int8), torch.tensor(0.1, device=device)
-    out = sparse.forward(case.x, *weights, counted, order, Room(n * h, n * tiles, n * tiles), None, True)
-    gradients = sparse.backward(case.dy, dl1, case.x, *weights, counted, order, n * tiles, None, out.rows)
     room = Room(n * h, n * tiles, n * tiles)
+    out = sparse.forward(case.x, *weights, counted, order, room, None, True)
+    gradients = sparse.backward(case.dy, dl1, case.x, *weights, counted, order, n * tiles, None, out.rows)
     with_residual = sparse.forward(case.x, *weights, counted, order, room, None, True, residual=case.dy)
 
     expected = ffn_forward(case.x, *weights, case.counted)
